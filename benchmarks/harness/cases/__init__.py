@@ -21,6 +21,7 @@ MODULES = {
         ("ours", "eager", "ours_compiled", "eager_compiled", "soft", "hard", "cudnn", "fa2", "sdpa"),
     ),
     "serving": (("serving",), ("ours",)),
+    "budgets": (("budgets",), ("divided", "uniform", "sdpa_compiled")),
     "triangle": (("triangle",), ("ours", "cuequivariance", "flex", "formula")),
     "context_parallel": (("context_parallel",), ("one GPU", "direct", "two_hops")),
 }  # fmt: skip

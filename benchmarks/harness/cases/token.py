@@ -12,6 +12,7 @@ import functools
 from collections.abc import Callable, Iterator
 
 import torch
+from torch import Tensor, nn
 from transformers import Cache, DynamicCache, StaticCache
 
 from flash_dmattn.integrations.transformers import DynamicMaskCache, enable_flash_dmattn
@@ -48,7 +49,9 @@ def _our_token(device: str, context: int, is_compiled: bool) -> Numbers:
     model = enable_flash_dmattn(models.random_doge(device)).eval()
     forward = torch.compile(model, fullgraph=True) if is_compiled else model
     cache = copy.deepcopy(_cache_of_text(device, context))
-    return _time_of_token(forward, cache, device, in_graph=device == "cuda")
+    return time_of_token(
+        forward, cache, models.random_ids(device, 1), device, in_graph=device == "cuda"
+    )
 
 
 @functools.lru_cache(maxsize=1)
@@ -69,17 +72,23 @@ def _token_of_all_keys(device: str, context: int, attention: str) -> Numbers:
     if attention == "sdpa":
         cache = StaticCache(config=config, max_cache_len=context + _ROOM)
         forward = torch.compile(model, fullgraph=True)
-    head_dim = config.hidden_size // config.num_attention_heads
-    shape = (2, 1, config.num_key_value_heads, context, head_dim)
-    for index in range(config.num_hidden_layers):
-        cache.update(*torch.randn(shape, dtype=model.dtype, device=device), index)
+    fill_with_random_keys(cache, model, 1, context)
     in_graph = attention == "sdpa" and device == "cuda"
-    return _time_of_token(forward, cache, device, in_graph)
+    return time_of_token(forward, cache, models.random_ids(device, 1), device, in_graph)
 
 
-def _time_of_token(forward: Callable, cache: Cache, device: str, in_graph: bool) -> Numbers:
-    """Feeds the last token to the model and overwrites it with the next one, again and again."""
-    token = models.random_ids(device, 1)
+def fill_with_random_keys(cache: Cache, model: nn.Module, texts: int, length: int) -> None:
+    config = model.config
+    head_dim = config.hidden_size // config.num_attention_heads
+    shape = (2, texts, config.num_key_value_heads, length, head_dim)
+    for index in range(config.num_hidden_layers):
+        cache.update(*torch.randn(shape, dtype=model.dtype, device=model.device), index)
+
+
+def time_of_token(
+    forward: Callable, cache: Cache, token: Tensor, device: str, in_graph: bool
+) -> Numbers:
+    """Feeds the last token of each text, [texts, 1], to the model and overwrites it with the next one, again and again."""
 
     def step() -> None:
         logits = forward(token, past_key_values=cache, use_cache=True).logits
