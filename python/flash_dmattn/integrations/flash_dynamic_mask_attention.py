@@ -4,8 +4,8 @@ import torch
 
 from .._core.checks import resolve_flag
 from ..keys.intervals import KeyIntervals
-from ._shared.attention_interface.layer_attention import attend_by_mask, take_bias_and_window
-from ._shared.attention_interface.layer_call import (
+from ._shared.layer_attention import attend_by_mask, take_bias_and_window
+from ._shared.layer_call import (
     check_probabilities,
     check_states,
     has_queries,

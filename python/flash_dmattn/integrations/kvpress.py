@@ -14,7 +14,7 @@ from __future__ import annotations
 import torch
 from torch import Tensor, nn
 
-from ._shared.attention_interface.layer_call import swap_heads_and_tokens
+from ._shared.layer_call import swap_heads_and_tokens
 from .transformers.learned_scores.add import add_learned_scores, scored_layers
 
 # Classes of kvpress whose `score` needs no attention weights, no queries of the text, and no number of keys to keep.

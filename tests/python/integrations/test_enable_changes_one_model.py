@@ -12,7 +12,7 @@ from transformers.models.doge.modeling_doge import DogeAttention
 
 from flash_dmattn.integrations.transformers import enable_flash_dmattn
 from flash_dmattn.integrations.transformers.doge import FlashDogeAttention
-from flash_dmattn.integrations.transformers.names import DOGE_NAME
+from flash_dmattn.integrations.transformers.model_state import DOGE_NAME
 from python_process import run_forked
 from scored_models import make_base, make_config, make_ids
 

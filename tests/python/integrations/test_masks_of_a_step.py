@@ -7,7 +7,7 @@ transformers = pytest.importorskip("transformers", minversion="5")
 from transformers import DynamicCache, StaticCache, masking_utils  # noqa: E402
 
 from doge_generation import left_padding, make_ids, make_model  # noqa: E402
-from flash_dmattn.integrations._shared.attention_interface.layer_call import is_causal_mask  # noqa: E402
+from flash_dmattn.integrations._shared.layer_call import is_causal_mask  # noqa: E402
 from flash_dmattn.integrations.transformers import (  # noqa: E402
     DynamicMaskCache,
     enable_flash_dmattn,

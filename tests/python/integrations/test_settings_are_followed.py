@@ -4,7 +4,7 @@ import pytest
 import torch
 
 from dense_attention import HKV, HQ, KEEP, B, S, assert_same, attend, dense_attention, make_states
-from flash_dmattn.integrations._shared.attention_interface.layer_call import BOOKKEEPING
+from flash_dmattn.integrations._shared.layer_call import BOOKKEEPING
 from flash_dmattn.integrations.flash_dynamic_mask_attention import (
     flash_dynamic_mask_attention_forward,
 )

@@ -29,7 +29,7 @@ from .learned_scores.dms import DMS_SCHEDULE, add_dms_scores, load_dms
 from .learned_scores.files import load_scores, save_scores, warn_of_scores_not_loaded
 from .learned_scores.training import ScoreSchedule, divergence, freeze_all_but_scores
 from .mask_functions import key_interval_mask, registered_attention_mask
-from .names import DOGE_NAME, NAME, NAMES, SCORED_NAME
+from .model_state import DOGE_NAME, NAME, NAMES, SCORED_NAME
 
 __all__ = [
     "DMS_SCHEDULE",

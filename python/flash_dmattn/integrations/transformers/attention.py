@@ -5,8 +5,8 @@ from __future__ import annotations
 from torch import Tensor, nn
 
 from ..._core.checks import resolve_flag
-from .._shared.attention_interface.layer_attention import attend_by_mask, take_bias_and_window
-from .._shared.attention_interface.layer_call import (
+from .._shared.layer_attention import attend_by_mask, take_bias_and_window
+from .._shared.layer_call import (
     PACKED_KEYWORDS,
     check_probabilities,
     hide_other_sequences,

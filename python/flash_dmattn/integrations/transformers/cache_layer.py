@@ -9,10 +9,9 @@ from ..._core.checks import may_read
 from ..._core.kv_checks import check_slot_kernels
 from ...generation.cache import KVSlots
 from ...keys.rule import SelectionRule
-from .._shared.attention_interface.layer_call import swap_heads_and_tokens
-from .._shared.attention_interface.token_order import TokenOrder
+from .._shared.layer_call import swap_heads_and_tokens
 from .compat import CACHE, CROPS_TO_A_LENGTH
-from .pending_tokens import PendingTokens, take_columns
+from .token_order import PendingTokens, TokenOrder, take_columns
 
 RECORDED_TOKENS = 128  # at least this many tokens can be dropped again
 

@@ -20,13 +20,13 @@ from ...distributed.attention import attend_with_options, begin_with_options, bi
 from ...distributed.batch import ContextParallel, offsets_of_documents
 from ...distributed.boundary import boundary_state
 from ...keys.rule import SelectionRule
-from .._shared.attention_interface.layer_call import causal_mask
+from .._shared.layer_call import causal_mask
 from .cache import DynamicMaskCache
 from .cache_layer import DynamicMaskLayer
 from .compat import CACHE, find_cache
 from .families import is_attention
 from .learned_scores.layers import has_scores
-from .names import PIECES
+from .model_state import PIECES
 
 
 class PieceForward(NamedTuple):

@@ -23,7 +23,7 @@ from ...scores import (
     weights_of_product,
     with_zero_sum_gradient,
 )
-from .._shared.attention_interface.layer_call import (
+from .._shared.layer_call import (
     as_key_intervals,
     cast_states,
     check_mask_keywords,
@@ -37,7 +37,7 @@ from .._shared.attention_interface.layer_call import (
 from .cache import DynamicMaskCache
 from .cache_layer import DynamicMaskLayer
 from .compat import CACHE, pop_cache
-from .names import CONTEXT, DOGE_NAME
+from .model_state import CONTEXT, DOGE_NAME
 from .scored_attention import KeyScores, attend_with_keys, attend_with_slots
 from .scored_cache import CacheState, store_scores
 

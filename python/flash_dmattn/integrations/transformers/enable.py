@@ -24,10 +24,9 @@ from .compat import (
 )
 from .doge import Context, FlashDogeAttention, check_cache
 from .families import error_of, reason_to_refuse, warn_of_unknown, watch_text_model
-from .hooks import add_hook
 from .learned_scores.layers import has_scores
 from .mask_functions import is_causal_config, mask_kind
-from .names import (
+from .model_state import (
     ALL_STORED_NAMES,
     CONTEXT,
     DOGE_NAME,
@@ -36,6 +35,7 @@ from .names import (
     PIECES,
     SCORED_NAME,
     STORED_NAMES,
+    add_hook,
 )
 
 _CACHE = "dynamic_mask"

@@ -18,8 +18,7 @@ from .family_table import (
     DECODERS_OF_SEVERAL_AXES,
     MASKS_BY_TYPE,
 )
-from .hooks import add_hook
-from .names import NAMES
+from .model_state import NAMES, add_hook
 
 _OTHER_MASKS = "masks of flash_dmattn are key intervals"
 # Reasons to refuse models whose layers do more than their config tells, and their `config.model_type` (without "_text").

@@ -11,7 +11,7 @@ from transformers.configuration_utils import PretrainedConfig
 
 from ..._core.checks import may_read
 from ...keys.recognise import intervals_of_mask, intervals_of_rows
-from .._shared.attention_interface.layer_call import (
+from .._shared.layer_call import (
     causal_mask,
     check_known_keywords,
     intervals_of_documents,

@@ -18,9 +18,9 @@ from ...keys.rule import SelectionRule
 from ...keys.select import select_by_rule, select_key_intervals, select_visible
 from ...keys.visible import Visible
 from ...merge import add_sink
-from .._shared.attention_interface.layer_attention import normalize_mask
-from .._shared.attention_interface.token_order import TokenOrder, counts_tokens
+from .._shared.layer_attention import normalize_mask
 from .cache_layer import DynamicMaskLayer
+from .token_order import TokenOrder, counts_tokens
 
 
 class KeyScores(NamedTuple):

@@ -25,8 +25,7 @@ from ..families import (
     reason_to_refuse,
     type_of,
 )
-from ..hooks import add_hook
-from ..names import ALL_STORED_NAMES, NAMES, PIECES, SCORED_NAME
+from ..model_state import ALL_STORED_NAMES, NAMES, PIECES, SCORED_NAME, add_hook
 from .decoder_hooks import mask_hooks, remove_decoder_hooks, score_hooks
 from .layers import add_scorer, device_of, has_scores, number_of, remove_scorer, sizes_of
 

@@ -12,7 +12,7 @@ from transformers.cache_utils import Cache
 from ...._core.numerics import Numerics
 from ....keys.intervals import KeyIntervals
 from ....scores import bias_to_learn
-from ..._shared.attention_interface.layer_call import (
+from ..._shared.layer_call import (
     as_key_intervals,
     layer_arguments,
     present_tokens,

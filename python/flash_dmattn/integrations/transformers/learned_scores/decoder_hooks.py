@@ -13,12 +13,11 @@ from torch import Tensor, nn
 from transformers import PreTrainedModel
 from transformers.configuration_utils import PretrainedConfig
 
-from ..._shared.attention_interface.layer_call import intervals_of_documents
+from ..._shared.layer_call import intervals_of_documents
 from ..compat import find_cache
 from ..families import is_attention, takes_mask_of_positions, takes_masks_by_type
-from ..hooks import remove_hooks
 from ..mask_functions import is_causal_config, mask_kind
-from ..names import PIECES, SCORED_NAME
+from ..model_state import PIECES, SCORED_NAME, remove_hooks
 
 
 class MaskHook:

@@ -16,8 +16,7 @@ from torch import nn
 from ....budgets import SoftScores
 from ....keys.rule import SelectionRule
 from ..compat import CACHE_NAMES
-from ..hooks import add_hook, remove_hooks
-from ..names import PIECES, SCORED_NAME, SCORES
+from ..model_state import PIECES, SCORED_NAME, SCORES, add_hook, remove_hooks
 from .call import ScoreCall
 
 _CACHE_NAMES = (*CACHE_NAMES, "layer_past")

@@ -7,9 +7,9 @@ from typing import NamedTuple
 import torch
 from torch import Tensor
 
-from ...._core.checks import check_count, check_tensor, may_read
-from ....keys.intervals import KeyIntervals, intersect
-from ....keys.positions import check_offsets
+from ..._core.checks import check_count, check_tensor, may_read
+from ...keys.intervals import KeyIntervals, intersect
+from ...keys.positions import check_offsets
 
 # ---- Keywords -----------------------------------------------------------------------------------
 

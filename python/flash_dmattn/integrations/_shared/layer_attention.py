@@ -4,7 +4,7 @@ from collections.abc import Collection
 
 import torch
 
-from ...._core.checks import (
+from ..._core.checks import (
     MASK_VALUE,
     add_query_dimension,
     broadcast_argument,
@@ -13,14 +13,14 @@ from ...._core.checks import (
     squeeze_query_dimension,
     widen_bias,
 )
-from ...._core.numerics import Numerics, resolve_scale
-from ...._dispatch import attention, with_lse
-from ....keys.intervals import KeyIntervals
-from ....keys.recognise import Memo, intervals_of_mask, refuse_negative, split_additive
-from ....keys.rule import SelectionRule
-from ....keys.select import select_elements
-from ....keys.visible import Visible
-from ....merge import check_sink_logits
+from ..._core.numerics import Numerics, resolve_scale
+from ..._dispatch import attention, with_lse
+from ...keys.intervals import KeyIntervals
+from ...keys.recognise import Memo, intervals_of_mask, refuse_negative, split_additive
+from ...keys.rule import SelectionRule
+from ...keys.select import select_elements
+from ...keys.visible import Visible
+from ...merge import check_sink_logits
 from .layer_call import (
     PACKED_KEYWORDS,
     PackedSequences,

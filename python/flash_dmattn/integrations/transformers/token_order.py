@@ -1,25 +1,112 @@
-"""Pending tokens of slots whose rows have padding between tokens.
+"""Rows of a batch without the padding between their tokens: a recent window counts tokens, not columns.
 
-Padding that took a position between two tokens would use up the recent window, so the slots get the tokens of each row first, and
-the padding after them is dropped.
+A row has such padding when it got a short message beside a long one. Without it, the row is that of the text alone.
+`TokenOrder` moves it out of prompts, and `PendingTokens` out of the pending tokens of slots.
 """
 
 from __future__ import annotations
 
+from typing import NamedTuple
+
 import torch
+import torch.nn.functional as F
 from torch import Tensor
 
+from ..._core.checks import may_read
 from ...generation.cache import KVSlots
+from ...keys.intervals import KeyIntervals
 from ...keys.rule import SelectionRule
-from .._shared.attention_interface.token_order import (
-    counts_tokens,
-    gather_columns,
-    tokens_first,
-)
+
+
+def counts_tokens(rule: SelectionRule) -> bool:
+    """Whether padding between tokens changes which keys a rule keeps. A window of 1 is the query's own key."""
+    return rule.recent_window > 1
+
+
+class TokenOrder(NamedTuple):
+    """Moves the padding of each row to its left. Tokens keep their order.
+
+    keys: int64 [B, Sk], the column of each place. queries: int64 [B, Sq], likewise, for the last Sq columns.
+    hidden: int64 [B, 1], the number of queries that are padding.
+    """
+
+    keys: Tensor
+    queries: Tensor
+    hidden: Tensor
+
+    @classmethod
+    def of_padding(
+        cls,
+        present: Tensor,
+        query_length: int,
+        first_query: int | Tensor | None = None,
+    ) -> TokenOrder | None:
+        """Returns the order of tokens, or None if all padding is known to be on the left.
+
+        present: bool [B, Sk]. first_query: the column of the first query, Sk - Sq by default.
+        """
+        # On a GPU each layer would wait for it.
+        if may_read() and present.is_cpu and not (present[:, :-1] & ~present[:, 1:]).any():
+            return None
+        if first_query is None:
+            first_query = present.shape[1] - query_length
+        columns = torch.arange(query_length, device=present.device) + first_query
+        queries = present.index_select(1, columns)
+        return cls(_false_first(present), _false_first(queries), (~queries).sum(1, keepdim=True))
+
+    def align(self, states: Tensor, dim: int, of_queries: bool = False) -> Tensor:
+        """Moves the padding of states [B, ...] to the left, where dimension `dim` counts columns."""
+        return gather_columns(states, self.queries if of_queries else self.keys, dim)
+
+    def restore(self, states: Tensor, dim: int, of_queries: bool = False) -> Tensor:
+        """Undoes `align`."""
+        return gather_columns(states, (self.queries if of_queries else self.keys).argsort(1), dim)
+
+    def align_intervals(self, shown: KeyIntervals) -> KeyIntervals:
+        """Aligns keys and queries of intervals with one head."""
+        rows = torch.arange(shown.query_length, device=self.queries.device)
+        is_token = torch.zeros_like(self.queries, dtype=torch.bool)
+        is_token = is_token.scatter(1, self.queries, rows >= self.hidden)
+        tokens_before = F.pad(is_token.cumsum(1), (1, 0))
+        intervals = self.align(shown.intervals, 2)
+        bounds = intervals.long().flatten(1).clamp(0, shown.query_length)
+        aligned = self.hidden + tokens_before.gather(1, bounds)
+        aligned = aligned.view(intervals.shape).int() * self.align(shown.shown_keys(), 2)[..., None]
+        return KeyIntervals(aligned, shown.query_length, shown.bound, shown.consecutive)
+
+    def restore_intervals(self, chosen: KeyIntervals) -> KeyIntervals:
+        """Returns intervals of aligned queries and keys as intervals of columns."""
+        first, last = chosen.intervals.long().unbind(-1)
+        shape, end = first.shape, chosen.query_length - 1
+        first = self.queries.gather(1, first.clamp(0, end).flatten(1)).view(shape)
+        last = self.queries.gather(1, (last - 1).clamp(0, end).flatten(1)).view(shape) + 1
+        columns = torch.stack([first, last], dim=-1) * chosen.shown_keys()[..., None]
+        return KeyIntervals(
+            self.restore(columns.int(), 2), chosen.query_length, chosen.bound, chosen.consecutive
+        )
+
+
+def tokens_first(present: Tensor) -> Tensor:
+    """Returns the columns [B, S] of each row's tokens, and after them those of its padding. present: bool [B, S]."""
+    return _false_first(~present)
+
+
+def _false_first(flags: Tensor) -> Tensor:
+    return flags.byte().argsort(dim=1, stable=True)
+
+
+def gather_columns(states: Tensor, columns: Tensor, dim: int) -> Tensor:
+    """Returns the columns [B, n] of states [B, ...], where dimension `dim` counts columns."""
+    if states.shape[0] != columns.shape[0]:
+        states = states.expand(columns.shape[0], *states.shape[1:])
+    shape = [1] * states.dim()
+    shape[0], shape[dim] = columns.shape
+    return torch.take_along_dim(states, columns.view(shape), dim)
 
 
 class PendingTokens:
-    """The order of the pending tokens of slots, by the columns of a batch.
+    """The order of the pending tokens of slots, by the columns of a batch. The slots get the tokens of each row first, and
+    the padding after them is dropped.
 
     Attributes:
         present: which pending columns are no padding, bool [B, pending]. None: the slots have the columns as they are.

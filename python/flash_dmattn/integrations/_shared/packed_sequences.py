@@ -6,11 +6,11 @@ from collections.abc import Mapping
 import torch
 import torch.nn.functional as F
 
-from ...._core.checks import check_count, check_positions, may_read
-from ....functional import flash_dmattn_varlen_func
-from ....keys.intervals import KeyIntervals, intersect
-from ....keys.patterns import sliding_window as window_of_rows
-from ....keys.recognise import refuse_negative, split_additive
+from ..._core.checks import check_count, check_positions, may_read
+from ...functional import flash_dmattn_varlen_func
+from ...keys.intervals import KeyIntervals, intersect
+from ...keys.patterns import sliding_window as window_of_rows
+from ...keys.recognise import refuse_negative, split_additive
 from .layer_call import (
     PackedSequences,
     allows_all,
