@@ -16,7 +16,7 @@ from ..keys.intervals import KeyIntervals
 from ..keys.rule import SelectionRule
 from ..keys.visible import Visible
 from ..scores import with_zero_sum_gradient
-from ._exchange.arguments import AttendOptions, ExchangeArguments, check_causality
+from ._exchange.arguments import AttendOptions, ExchangeArguments, ExchangeCall
 from ._exchange.collectives import Collectives, collectives_of
 from ._exchange.earlier_keys import PrependEarlierKeys
 from ._exchange.pieces import Boundary, shown_in_piece
@@ -109,18 +109,17 @@ def context_parallel_dmattn(
     Every rank of the group has to make the same calls in the same order. Every rank has to run backward, too, so the
     loss of every rank has to depend on `out`.
     """
-    options = AttendOptions(
-        scale, softcap, deterministic, sink_logits, bias_delay, zero_sum, return_lse, backend
-    )
     rule = SelectionRule(
         keep_window_size, selection, recent_window, recent_competes, sink_tokens, score_threshold
     )
-    exchanged = begin_with_options(
-        key, value, scores, rule, query, options, group=group, is_causal=is_causal, check=check,
-        attn_bias=attn_bias, nonfinite=nonfinite, key_mask=key_mask, cu_seqlens=cu_seqlens,
-        position_ids=position_ids, lengths=lengths, headroom=headroom, exchange=exchange,
+    call = ExchangeCall(
+        key, value, scores, rule, attn_bias, is_causal, key_mask, cu_seqlens, position_ids, lengths, headroom, exchange,
+        nonfinite, check,
     )  # fmt: skip
-    return attend_with_options(query, exchanged, options)
+    options = AttendOptions(
+        scale, softcap, deterministic, sink_logits, bias_delay, zero_sum, return_lse, backend
+    )
+    return attend_with_options(query, begin_call(group, call, query, options), options)
 
 
 def begin_exchange(
@@ -180,77 +179,56 @@ def begin_exchange(
     rule = SelectionRule(
         keep_window_size, selection, recent_window, recent_competes, sink_tokens, score_threshold
     )
-    return begin_with_options(
-        key, value, scores, rule, group=group, is_causal=is_causal, check=check, stream=stream,
-        attn_bias=attn_bias, nonfinite=nonfinite, key_mask=key_mask, cu_seqlens=cu_seqlens,
-        position_ids=position_ids, lengths=lengths, headroom=headroom, exchange=exchange,
+    call = ExchangeCall(
+        key, value, scores, rule, attn_bias, is_causal, key_mask, cu_seqlens, position_ids, lengths, headroom, exchange,
+        nonfinite, check, stream,
     )  # fmt: skip
+    return begin_call(group, call)
 
 
-def begin_with_options(
-    key: Tensor,
-    value: Tensor,
-    scores: Tensor,
-    rule: SelectionRule,
-    query: Tensor | None = None,
-    options: AttendOptions | None = None,
-    *,
-    group,
-    attn_bias: str | Tensor | None,
-    is_causal: bool = True,
-    check: bool | None = None,
-    stream: torch.cuda.Stream | None = None,
-    **arguments,
+def begin_call(
+    group, call: ExchangeCall, query: Tensor | None = None, options: AttendOptions | None = None
 ) -> ExchangedKeys:
     """Does what `begin_exchange` does, and checks and compares what `attend_with_options` will get before the exchange.
 
-    query, options: both, or neither if they are not known yet. arguments: all others of `begin_exchange`.
+    query, options: both, or neither if they are not known yet.
     """
     collectives = collectives_of(group)
 
-    def check_arguments() -> ExchangeArguments:
-        check_causality(is_causal)
-        _check_stream(stream)
-        return ExchangeArguments.from_call(
-            collectives, key=key, value=value, scores=scores, attn_bias=attn_bias, rule=rule,
-            query=query, options=options, **arguments,
-        )  # fmt: skip
-
     def compared_arguments(checked: ExchangeArguments) -> dict[str, object]:
-        compared = checked.compared_arguments(scores, attn_bias)
+        compared = checked.compared_arguments(call)
         return compared if options is None else compared | options.compared_arguments(query)
 
-    call = collectives.agreed_result("begin_exchange", check_arguments, compared_arguments, check)
-    states = call.key, call.value, call.bias, call.scores
-    if call.boundary.places:
-        with _on_stream(stream, *states, call.present):
-            states = PrependEarlierKeys.apply(*states, call)
+    checked = collectives.agreed_result(
+        "begin_exchange",
+        lambda: ExchangeArguments.from_call(collectives, call, query, options),
+        compared_arguments,
+        call.check,
+    )
+    states = checked.key, checked.value, checked.bias, checked.scores
+    if checked.boundary.places:
+        with _on_stream(call.stream, *states, checked.present):
+            states = PrependEarlierKeys.apply(*states, checked)
     else:
-        none = call.scores.new_empty((*call.scores.shape[:2], 0), dtype=torch.int32)
+        none = checked.scores.new_empty((*checked.scores.shape[:2], 0), dtype=torch.int32)
         states = *states, none
     key, value, bias, scores, positions = states
-    if bias is not None and not call.bias.requires_grad:
+    if bias is not None and not checked.bias.requires_grad:
         bias = bias.detach()
     return ExchangedKeys(
-        boundary=call.boundary,
+        boundary=checked.boundary,
         key=key,
         value=value,
-        scores=(bias if call.bias_is_score else scores).detach(),
+        scores=(bias if checked.bias_is_score else scores).detach(),
         bias=bias,
-        bias_is_score=call.bias_is_score,
+        bias_is_score=checked.bias_is_score,
         positions=positions,
-        present=call.present,
-        documents=call.documents,
-        stream=stream,
+        present=checked.present,
+        documents=checked.documents,
+        stream=call.stream,
         collectives=collectives if options is None and may_read() else None,
-        check=check,
+        check=call.check,
     )
-
-
-def _check_stream(stream: object) -> None:
-    if stream is None or torch.compiler.is_compiling() or isinstance(stream, torch.cuda.Stream):
-        return
-    raise TypeError(f"stream: got {type(stream).__name__}, expected a torch.cuda.Stream or None")
 
 
 @contextmanager

@@ -6,6 +6,7 @@ from .._core.checks import resolve_flag
 from ..keys.intervals import KeyIntervals
 from ._shared.layer_attention import attend_by_mask, take_bias_and_window
 from ._shared.layer_call import (
+    cast_states,
     check_probabilities,
     check_states,
     has_queries,
@@ -67,8 +68,8 @@ def flash_dynamic_mask_attention_forward(
     if is_causal_mask(attention_mask):
         attention_mask, is_causal = None, True
     is_causal = is_causal and not has_queries(attention_mask)
+    states = cast_states(states, target_dtype(module, query))
     out = attend_by_mask(
-        *states, attention_mask, is_causal, target_dtype(module, query), bias, keep,
-        scaling=scaling, softcap=softcap, **kwargs,
-    )  # fmt: skip
+        states, attention_mask, is_causal, bias, keep, scaling=scaling, softcap=softcap, **kwargs
+    )
     return out, None

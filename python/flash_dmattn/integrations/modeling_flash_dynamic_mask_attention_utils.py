@@ -81,7 +81,7 @@ def _flash_dynamic_mask_attention_forward(
     kwargs |= {"attention_bias": attention_bias, "keep_window_size": keep_window_size, "window_size": window_size}  # fmt: skip
     bias, keep = take_bias_and_window(kwargs, query_states, key_states)
     return attend_by_mask(
-        *states.values(), attention_mask, is_causal, target_dtype, bias, keep,
+        cast_states((query_states, key_states, value_states), target_dtype), attention_mask, is_causal, bias, keep,
         scaling=scale, softcap=softcap, deterministic=deterministic, **kwargs,
     )  # fmt: skip
 

@@ -39,7 +39,7 @@ def test_named_attention_class_gets_scores():
     assert torch.equal(model(ids).logits, expected(ids).logits)
 
 
-@pytest.mark.parametrize("part", ["make_scorer", "mask_hooks", "own_config"])
+@pytest.mark.parametrize("part", ["make_scorer", "decoder_hooks", "own_config"])
 def test_error_while_scores_are_added_leaves_the_model(part, monkeypatch):
     model = make_base()
     before = {name: sorted(vars(module)) for name, module in model.named_modules()}

@@ -93,6 +93,26 @@ class AttendOptions(NamedTuple):
         }
 
 
+class ExchangeCall(NamedTuple):
+    """The arguments of `begin_exchange` as the caller gave them, except the group."""
+
+    key: Tensor
+    value: Tensor
+    scores: Tensor
+    rule: SelectionRule
+    attn_bias: str | Tensor | None = SCORES
+    is_causal: bool = True
+    key_mask: Tensor | None = None
+    cu_seqlens: Tensor | Sequence[int] | None = None
+    position_ids: Tensor | None = None
+    lengths: Sequence[int] | None = None
+    headroom: bool = False
+    exchange: str = "auto"
+    nonfinite: str = "saturate"
+    check: bool | None = None
+    stream: torch.cuda.Stream | None = None
+
+
 class ExchangeArguments(NamedTuple):
     """The checked arguments of one call of `begin_exchange` in normal form."""
 
@@ -111,37 +131,30 @@ class ExchangeArguments(NamedTuple):
     def from_call(
         cls,
         collectives: Collectives,
-        *,
-        key: Tensor,
-        value: Tensor,
-        scores: Tensor,
-        attn_bias: str | Tensor | None,
-        rule: SelectionRule,
+        call: ExchangeCall,
         query: Tensor | None,
         options: AttendOptions | None,
-        key_mask: Tensor | None,
-        cu_seqlens: Tensor | Sequence[int] | None,
-        position_ids: Tensor | None,
-        lengths: Sequence[int] | None,
-        headroom: bool,
-        exchange: str,
-        nonfinite: str,
     ) -> ExchangeArguments:
         """Checks the arguments of a call. query, options: for `attend_to_pieces`; both None: they are not known yet."""
-        rule = rule.checked_state_rule()
-        headroom = resolve_flag(headroom, "headroom")
-        key, value = autocast_tensors(key, value)
+        _check_causality(call.is_causal)
+        _check_stream(call.stream)
+        rule = call.rule.checked_state_rule()
+        headroom = resolve_flag(call.headroom, "headroom")
+        key, value = autocast_tensors(call.key, call.value)
+        scores, attn_bias = call.scores, call.attn_bias
         _check_rows(key, value)
         batch, rows, heads, _ = key.shape
         rule.check_heads(heads)
         check_tensor(scores, "scores")
         n = scores.shape[-1] if scores.dim() else 0
         pieces = PieceOffsets.from_lengths(
-            collectives.rank, checked_lengths(lengths, collectives, n)
+            collectives.rank, checked_lengths(call.lengths, collectives, n)
         )
-        documents = _documents(cu_seqlens, position_ids, batch, pieces.begins[-1], key.device)
+        documents = _documents(
+            call.cu_seqlens, call.position_ids, batch, pieces.begins[-1], key.device
+        )
         begun = None if documents is None else begins_of_documents(documents, pieces.begins)
-        boundary = Boundary.from_rule(pieces, rule, heads, begun, resolve_nonfinite(nonfinite))
+        boundary = Boundary.from_rule(pieces, rule, heads, begun, resolve_nonfinite(call.nonfinite))
         expected = n + (boundary.places if headroom else 0)
         if rows != expected:
             words = f"{boundary.places} places and {n} tokens" if headroom else f"{n} tokens"
@@ -157,12 +170,12 @@ class ExchangeArguments(NamedTuple):
             value=value,
             scores=scores,
             attn_bias=attn_bias,
-            key_mask=key_mask,
+            key_mask=call.key_mask,
             sink_logits=options.sink_logits if options else None,
         )
         if bias_is_score and attn_bias != SCORES:
             raise ValueError(f"attn_bias: got {attn_bias!r}, expected 'scores', a tensor or None")
-        present = _checked_mask(key_mask, batch, n, key.device)
+        present = _checked_mask(call.key_mask, batch, n, key.device)
         bias = None
         if bias_is_score:
             bias = scores
@@ -182,7 +195,7 @@ class ExchangeArguments(NamedTuple):
             options.check(query, key, n, bias)
         return cls(
             boundary=boundary,
-            exchange=choose_exchange(exchange, collectives)(collectives, boundary),
+            exchange=choose_exchange(call.exchange, collectives)(collectives, boundary),
             key=key,
             value=value,
             headroom=headroom,
@@ -193,10 +206,8 @@ class ExchangeArguments(NamedTuple):
             documents=documents,
         )
 
-    def compared_arguments(
-        self, scores: Tensor, attn_bias: str | Tensor | None
-    ) -> dict[str, object]:
-        """Returns the arguments that must be equal on all ranks, by name. scores, attn_bias: the caller's arguments."""
+    def compared_arguments(self, call: ExchangeCall) -> dict[str, object]:
+        """Returns the arguments that must be equal on all ranks, by name."""
         rule, begins = self.boundary.rule, self.boundary.pieces.begins
         batch, _, heads, head_dim = self.key.shape
         documents = None
@@ -215,9 +226,9 @@ class ExchangeArguments(NamedTuple):
             "dtype": self.key.dtype,
             "lengths": [b - a for a, b in pairwise(begins)],
             **rule._asdict(),
-            "scores": _form_of(scores),
+            "scores": _form_of(call.scores),
             "documents": documents,
-            "attn_bias": _form_of(attn_bias),
+            "attn_bias": _form_of(call.attn_bias),
             "exchange": type(self.exchange).__name__,
             "saturate": self.boundary.saturate,
             "requires_grad": (rows_learn, bias_learns),
@@ -229,7 +240,13 @@ def _form_of(values: Tensor | str | None) -> object:
     return (values.dtype, *values.shape[:-1]) if isinstance(values, Tensor) else values
 
 
-def check_causality(is_causal: object) -> None:
+def _check_stream(stream: object) -> None:
+    if stream is None or torch.compiler.is_compiling() or isinstance(stream, torch.cuda.Stream):
+        return
+    raise TypeError(f"stream: got {type(stream).__name__}, expected a torch.cuda.Stream or None")
+
+
+def _check_causality(is_causal: object) -> None:
     if not resolve_flag(is_causal, "is_causal"):
         raise ValueError(
             "is_causal: got False, expected True: without causality a query sees keys of later ranks"

@@ -25,8 +25,8 @@ from .layer_call import (
     PACKED_KEYWORDS,
     PackedSequences,
     as_key_intervals,
-    cast_states,
     check_keywords,
+    packed_keywords,
 )
 from .packed_sequences import attend_in_sequences, sequences_or_mask
 
@@ -72,12 +72,9 @@ def take_bias_and_window(
 
 
 def attend_by_mask(
-    query: torch.Tensor,
-    key: torch.Tensor,
-    value: torch.Tensor,
+    states: tuple[torch.Tensor, torch.Tensor, torch.Tensor],
     mask: torch.Tensor | KeyIntervals | None,
     is_causal: bool,
-    target_dtype: torch.dtype | None,
     bias: torch.Tensor | None,
     keep: int | None,
     *,
@@ -93,7 +90,7 @@ def attend_by_mask(
     the highest bias.
 
     Args:
-        query: [B, Sq, Hq, D]; key: [B, Sk, Hkv, D]; value: [B, Sk, Hkv, Dv].
+        states: query [B, Sq, Hq, D], key [B, Sk, Hkv, D] and value [B, Sk, Hkv, Dv].
         bias, keep: of `take_bias_and_window`.
         mask, and the other arguments: as in `_flash_dynamic_mask_attention_forward`.
         others: PACKED_KEYWORDS, and keywords of transformers that change nothing; the rest raise.
@@ -101,8 +98,9 @@ def attend_by_mask(
     Returns:
         [B, Sq, Hq, Dv].
     """
-    packed = {name: others.pop(name, None) for name in PACKED_KEYWORDS}
-    check_keywords(others)
+    query, key, value = states
+    packed = packed_keywords(others)
+    check_keywords({name: x for name, x in others.items() if name not in PACKED_KEYWORDS})
     selects = keep is not None and key.shape[1] > keep
     if s_aux is not None:
         check_sink_logits(s_aux, query, "s_aux")
@@ -111,7 +109,6 @@ def attend_by_mask(
         packed, position_ids, mask, query, key.shape[1],
         sliding_window=sliding_window, is_causal=is_causal, selects=selects,
     )  # fmt: skip
-    query, key, value = cast_states((query, key, value), target_dtype)
     if isinstance(visible, PackedSequences):
         return attend_in_sequences(
             query, key, value, bias, visible, keep, is_causal=is_causal, scale=scale,

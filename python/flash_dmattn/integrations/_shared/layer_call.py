@@ -68,9 +68,7 @@ def check_known_keywords(keywords: Mapping[str, object], known: frozenset[str]) 
 
 def check_mask_keywords(keywords: Mapping[str, object], has_mask: bool) -> None:
     """Does what `check_keywords` does, for layers whose mask contains packing and causality."""
-    packed = {name: keywords.get(name) for name in PACKED_KEYWORDS}
-    refuse_packed_by_layer(**packed)
-    for name, offsets in packed.items():
+    for name, offsets in packed_keywords(keywords).items():
         if isinstance(offsets, Tensor) and offsets.dim() == 1 and len(offsets) > 2 and not has_mask:
             raise ValueError(
                 f"{name}: got offsets of {len(offsets) - 1} sequences without a mask; expected position_ids that begin "
@@ -82,13 +80,15 @@ def check_mask_keywords(keywords: Mapping[str, object], has_mask: bool) -> None:
     check_keywords({name: value for name, value in keywords.items() if name not in known})
 
 
-def refuse_packed_by_layer(**lengths: object) -> None:
-    """Raises ValueError for lengths per kind of layer, which continuous batching passes."""
-    for name, value in lengths.items():
+def packed_keywords(keywords: Mapping[str, object]) -> dict[str, object]:
+    """Returns those of PACKED_KEYWORDS. Raises ValueError for lengths per kind of layer, which continuous batching passes."""
+    packed = {name: keywords.get(name) for name in PACKED_KEYWORDS}
+    for name, value in packed.items():
         if isinstance(value, Mapping):
             raise ValueError(
                 f"{name}: got a {type(value).__name__}, expected one value; it belongs to {_PAGED}"
             )
+    return packed
 
 
 # ---- Masks --------------------------------------------------------------------------------------
@@ -204,8 +204,7 @@ def hide_other_sequences(
     transformers makes the masks of sliding windows without offsets, and the masks of some families (GPT-OSS) without
     positions. A mask without queries has to show every key.
     """
-    packed = {name: keywords.get(name) for name in PACKED_KEYWORDS}
-    refuse_packed_by_layer(**packed)
+    packed = packed_keywords(keywords)
     # The lengths of sequences are not needed, and may be on a GPU.
     offsets = {name: packed[name] for name in PACKED_KEYWORDS[:2]}
     key_mask = None if has_queries(mask) or is_causal_mask(mask) else mask

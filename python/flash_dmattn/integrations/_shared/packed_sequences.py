@@ -15,7 +15,6 @@ from .layer_call import (
     PackedSequences,
     allows_all,
     intervals_of_documents,
-    refuse_packed_by_layer,
     sequences_of_offsets,
 )
 
@@ -44,9 +43,8 @@ def sequences_or_mask(
 
     A mask with a query dimension contains both already and is returned unchanged.
 
-    packed: the keywords `PACKED_KEYWORDS`. selects: whether a selection follows, which takes the offsets of sequences.
+    packed: of `packed_keywords`. selects: whether a selection follows, which takes the offsets of sequences.
     """
-    refuse_packed_by_layer(**packed)
     if positions is not None:
         check_positions(positions, "position_ids")
     if sliding_window is not None:

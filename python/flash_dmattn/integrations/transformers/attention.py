@@ -8,6 +8,7 @@ from ..._core.checks import resolve_flag
 from .._shared.layer_attention import attend_by_mask, take_bias_and_window
 from .._shared.layer_call import (
     PACKED_KEYWORDS,
+    cast_states,
     check_probabilities,
     hide_other_sequences,
     is_causal_mask,
@@ -76,8 +77,8 @@ def _attend_by_mask(
     states = swap_heads_and_tokens(query, key, value)
     bias, keep = take_bias_and_window(kwargs, *states[:2], module)
     mask = None if is_causal_mask(mask) else mask
-    dtype = target_dtype(module, query)
-    return attend_by_mask(*states, mask, has_causality, dtype, bias, keep, **kwargs)
+    states = cast_states(states, target_dtype(module, query))
+    return attend_by_mask(states, mask, has_causality, bias, keep, **kwargs)
 
 
 def _check_causality(

@@ -260,6 +260,8 @@ class DynamicMaskLayer(CacheLayerMixin):
 
     def check_rule(self, rule: SelectionRule, layer_idx: int) -> None:
         """Raises unless the slots follow the rule of an attention layer."""
+        if self.rule == rule:
+            return
         for part, value, expected in zip(rule._fields, self.rule, rule, strict=True):
             if value != expected:
                 raise ValueError(

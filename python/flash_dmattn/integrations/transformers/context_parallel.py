@@ -15,8 +15,8 @@ from transformers import PreTrainedModel
 from transformers.models.doge.modeling_doge import DogeAttention
 
 from ..._core.checks import check_tensor
-from ...distributed._exchange.arguments import AttendOptions
-from ...distributed.attention import attend_with_options, begin_with_options, bias_without_sinks
+from ...distributed._exchange.arguments import AttendOptions, ExchangeCall
+from ...distributed.attention import attend_with_options, begin_call, bias_without_sinks
 from ...distributed.batch import ContextParallel, offsets_of_documents
 from ...distributed.boundary import boundary_state
 from ...keys.rule import SelectionRule
@@ -62,11 +62,10 @@ class PieceForward(NamedTuple):
             except Exception as error:
                 self.group.collectives.raise_on_all_ranks("begin_exchange", error)
         options = AttendOptions(**options)
-        exchanged = begin_with_options(
-            key, value, scores, rule, query, options, group=self.group.collectives, attn_bias=bias,
-            key_mask=self.key_mask, cu_seqlens=self.cu_seqlens, position_ids=None, lengths=None,
-            headroom=False, exchange="auto", nonfinite="saturate",
-        )  # fmt: skip
+        call = ExchangeCall(
+            key, value, scores, rule, bias, key_mask=self.key_mask, cu_seqlens=self.cu_seqlens
+        )
+        exchanged = begin_call(self.group.collectives, call, query, options)
         if slots is not None:
             state = boundary_state(exchanged, chunk=slots.chunk)
             slots.adopt_slots(state, exchanged.boundary.pieces.end())

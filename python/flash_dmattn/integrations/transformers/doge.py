@@ -36,9 +36,9 @@ from .._shared.layer_call import (
 )
 from .cache import DynamicMaskCache
 from .cache_layer import DynamicMaskLayer
-from .compat import CACHE, pop_cache
+from .compat import pop_cache
 from .model_state import CONTEXT, DOGE_NAME
-from .scored_attention import KeyScores, attend_with_keys, attend_with_slots
+from .scored_attention import KeyScores, LayerOptions, attend_with_keys, attend_with_slots
 from .scored_cache import CacheState, store_scores
 
 
@@ -193,24 +193,27 @@ class FlashDogeAttention(DogeAttention):
 
         query: [B, S, Hq, D]; key, value: [B, Sk, Hkv, D]; scores: [B, Hkv, Sk].
         """
-        rule, memo = SelectionRule(self.keep_window_size), context.memo
+        states, memo = (query, key, value), context.memo
         numerics = Numerics.from_arguments(self.scaling, None, None, "saturate", None)
-        attend = partial(attend_with_keys, numerics=numerics, memo=memo)
-        if slots is not None:
-            attend = partial(
-                attend_with_slots, slots=slots, layer_idx=self.layer_idx, scores_are_bias=True,
-                present=present_tokens(mask, query.shape[1]), numerics=numerics, memo=memo,
-            )  # fmt: skip
-            if not slots.is_empty:
-                return attend(query, key, value, None, KeyScores(rule, scores))
-        allowed = _doge_mask(mask, query.shape[1], key.shape[1], memo)
-        is_padded = context.mask_kind == "padded" and isinstance(allowed, KeyIntervals)
-        bias = scores if self.round_scores_like_eager else with_zero_sum_gradient(scores)
-        hides = key.shape[1] > self.keep_window_size
-        used = KeyScores(rule, scores, bias, 0, hides, allowed is None or is_padded)
-        out = attend(query, key, value, allowed, used)
-        if mask is not None and context.mask_kind != "packed":
-            out = _fill_blind_rows(out, allowed, (query, key, value), self.scaling, memo)
+        options = LayerOptions(numerics, memo=memo)
+        used, allowed = KeyScores(SelectionRule(self.keep_window_size), scores), None
+        is_first = slots is None or slots.is_empty  # no query sees keys in slots
+        if is_first:
+            allowed = _doge_mask(mask, query.shape[1], key.shape[1], memo)
+            is_padded = context.mask_kind == "padded" and isinstance(allowed, KeyIntervals)
+            bias = scores if self.round_scores_like_eager else with_zero_sum_gradient(scores)
+            hides = key.shape[1] > self.keep_window_size
+            used = KeyScores(used.rule, scores, bias, 0, hides, allowed is None or is_padded)
+        if slots is None:
+            out = attend_with_keys(*states, allowed, used, options)
+        else:
+            slots.check_rule(used.rule, self.layer_idx)
+            present = present_tokens(mask, query.shape[1])
+            out = attend_with_slots(
+                *states, allowed, used, options, slots, present, scores_are_bias=True
+            )
+        if is_first and mask is not None and context.mask_kind != "packed":
+            out = _fill_blind_rows(out, allowed, states, self.scaling, memo)
         return out
 
     def _update(
@@ -222,7 +225,6 @@ class FlashDogeAttention(DogeAttention):
         position: torch.Tensor | None,
     ) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor]:
         """Adds tokens to a cache of all keys. Returns all keys and values [B, Sk, Hkv, D], and scores [B, Hkv, Sk]."""
-        check_cache(cache)
         state = CacheState.of_layer(cache, self.layer_idx, position)
         key, value = swap_heads_and_tokens(key, value)
         arguments = () if position is None else ({"cache_position": position},)
@@ -233,11 +235,6 @@ class FlashDogeAttention(DogeAttention):
         if scores is None or self.round_scores_like_eager:
             scores = self._scores(value.flatten(2))
         return key, value, scores
-
-
-def check_cache(cache: object) -> None:
-    if not isinstance(cache, Cache):
-        raise TypeError(f"{CACHE}: got {type(cache).__name__}, expected a transformers Cache")
 
 
 def _normalize(norm: torch.nn.Module, states: torch.Tensor) -> torch.Tensor:

@@ -22,7 +22,7 @@ from .compat import (
     set_cache_of_generate,
     store_name,
 )
-from .doge import Context, FlashDogeAttention, check_cache
+from .doge import Context, FlashDogeAttention
 from .families import error_of, reason_to_refuse, warn_of_unknown, watch_text_model
 from .learned_scores.layers import has_scores
 from .mask_functions import is_causal_config, mask_kind
@@ -37,6 +37,7 @@ from .model_state import (
     STORED_NAMES,
     add_hook,
 )
+from .scored_cache import check_cache
 
 _CACHE = "dynamic_mask"
 _DEFAULT_CACHE = "_flash_dmattn_cache"  # attribute of a model

@@ -42,22 +42,27 @@ class KeyScores(NamedTuple):
     first_query: Tensor | int | None = None
 
 
+class LayerOptions(NamedTuple):
+    """The arguments of a layer's attention besides its keys. memo: results that the layers of one forward share."""
+
+    numerics: Numerics
+    sink_logits: Tensor | None = None  # [Hq]
+    memo: Memo | None = None
+
+
 def attend_with_keys(
     query: Tensor,
     key: Tensor,
     value: Tensor,
     mask: Tensor | KeyIntervals | None,
     used: KeyScores,
-    *,
-    numerics: Numerics,
-    sink_logits: Tensor | None = None,
-    memo: Memo | None = None,
+    options: LayerOptions,
 ) -> Tensor:
     """Computes causal attention of queries [B, Sq, Hq, D] over all keys of the text so far. Returns [B, Sq, Hq, D].
 
     mask: of the model, bool or additive, or intervals; it includes causality if it has queries. None: causality.
-    memo: results that the layers of one forward share.
     """
+    numerics, sink_logits, memo = options
     rule, bias, order = used.rule, used.bias, None
     chooses_tokens = used.hides and used.is_padding
     shown = None
@@ -96,39 +101,32 @@ def attend_with_slots(
     value: Tensor,
     mask: Tensor | KeyIntervals | None,
     used: KeyScores,
-    *,
+    options: LayerOptions,
     slots: DynamicMaskLayer,
-    layer_idx: int,
     present: Tensor | None,
-    numerics: Numerics,
     scores_are_bias: bool,
-    sink_logits: Tensor | None = None,
-    memo: Memo | None = None,
 ) -> Tensor:
     """Computes attention of new tokens to the keys in a DynamicMaskCache and to each other. Returns [B, S, Hq, Dv].
 
     Args:
         query, key, value: of the new tokens, [B, S, Hq, D], [B, S, Hkv, D] and [B, S, Hkv, Dv].
         mask: the mask of a prompt, as in `attend_with_keys`.
-        used: how a prompt uses its scores. The slots have to follow its rule.
+        used: how a prompt uses its scores. The slots follow its rule.
         present: which new tokens are no padding, bool [B, S]; None: all.
         scores_are_bias: as in `KVSlots.step`.
     """
-    if slots.rule != used.rule:
-        slots.check_rule(used.rule, layer_idx)  # raises
     scores = used.scores.float()
     if slots.is_empty:
         slots.check_kernels(key, value)  # before attention that the slots could not take over
-        out = attend_with_keys(
-            query, key, value, mask, used, numerics=numerics, sink_logits=sink_logits, memo=memo
-        )
+        out = attend_with_keys(query, key, value, mask, used, options)
         slots.fill(key, value, scores, present)
         return out
+    scale, softcap, *_ = options.numerics
     out, lse = slots.attend(
         query, key, value, scores, present,
-        scale=numerics.scale, softcap=numerics.softcap, scores_are_bias=scores_are_bias,
+        scale=scale, softcap=softcap, scores_are_bias=scores_are_bias,
     )  # fmt: skip
-    return out if sink_logits is None else add_sink(out, lse, sink_logits)[0]
+    return out if options.sink_logits is None else add_sink(out, lse, options.sink_logits)[0]
 
 
 # ---- Which keys a query sees ------------------------------------------------------------------------

@@ -15,8 +15,14 @@ from transformers.cache_utils import Cache, CacheLayerMixin
 from transformers.configuration_utils import PretrainedConfig
 
 from ..._core.checks import may_read
+from .compat import CACHE
 
 _PLACES = "flash_dmattn_scores"  # the attribute of a cache: {number of a layer: place of its scores in cache.layers}
+
+
+def check_cache(cache: object) -> None:
+    if not isinstance(cache, Cache):
+        raise TypeError(f"{CACHE}: got {type(cache).__name__}, expected a transformers Cache")
 
 
 class CacheState(NamedTuple):
@@ -33,7 +39,9 @@ class CacheState(NamedTuple):
     arguments: tuple = ()
 
     @classmethod
-    def of_layer(cls, cache: Cache, index: int, cache_position: Tensor | None) -> CacheState:
+    def of_layer(cls, cache: object, index: int, cache_position: Tensor | None) -> CacheState:
+        """Raises TypeError unless the cache is one of transformers."""
+        check_cache(cache)
         layer = cache.layers[index] if index < len(cache.layers) else None
         if layer is None:
             return cls(True)

@@ -26,7 +26,7 @@ from ..families import (
     type_of,
 )
 from ..model_state import ALL_STORED_NAMES, NAMES, PIECES, SCORED_NAME, add_hook
-from .decoder_hooks import mask_hooks, remove_decoder_hooks, score_hooks
+from .decoder_hooks import decoder_hooks, remove_decoder_hooks
 from .layers import add_scorer, device_of, has_scores, number_of, remove_scorer, sizes_of
 
 PHASES = ("soft", "hard", "off")
@@ -123,7 +123,7 @@ def add_learned_scores(
         make_scorer(scorer, *size, device_of(layer)).train(layer.training)
         for layer, size in zip(layers, sizes, strict=True)
     ]
-    hooks = [*mask_hooks(model, layers), *score_hooks(model, layers)]
+    hooks = decoder_hooks(model, layers)
     stored = LearnedScores(
         rules,
         scorer if isinstance(scorer, str) else "custom",

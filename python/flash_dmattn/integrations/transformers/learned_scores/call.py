@@ -7,7 +7,6 @@ from typing import Any
 import torch
 import torch.nn.functional as F
 from torch import Tensor, nn
-from transformers.cache_utils import Cache
 
 from ...._core.numerics import Numerics
 from ....keys.intervals import KeyIntervals
@@ -20,7 +19,7 @@ from ..._shared.layer_call import (
 from ..cache import DynamicMaskCache
 from ..cache_layer import DynamicMaskLayer
 from ..compat import CACHE
-from ..scored_attention import KeyScores, attend_with_keys, attend_with_slots
+from ..scored_attention import KeyScores, LayerOptions, attend_with_keys, attend_with_slots
 from ..scored_cache import CacheState, store_scores
 
 States = tuple[
@@ -53,10 +52,6 @@ class ScoreCall:
         if isinstance(self.cache, DynamicMaskCache):
             self.cache.give_slots_to(self._take_slots)
         elif self.cache is not None:
-            if not isinstance(self.cache, Cache):
-                raise TypeError(
-                    f"{CACHE}: got {type(self.cache).__name__}, expected a transformers Cache"
-                )
             self.state = CacheState.of_layer(self.cache, layer.layer_idx, position)
             self.first_query = self.state.position
 
@@ -90,12 +85,12 @@ class ScoreCall:
             query = scorer.clear_query(query)
         mask, *states = layer_arguments(layer, query, key, value, mask, keywords, dropout)
         numerics = Numerics.from_arguments(scaling, None, softcap, "saturate", None)
-        options = {"numerics": numerics, "sink_logits": s_aux}
+        options = LayerOptions(numerics, s_aux)
         if self.pieces is not None:
-            return self._attend_to_pieces(states, scores, **options)
+            return self._attend_to_pieces(states, scores, options)
         if self.slots is not None:
-            return self._attend_to_slots(states, scores, mask, **options)
-        return self._attend_to_keys(states, scores, mask, **options)
+            return self._attend_to_slots(states, scores, mask, options)
+        return self._attend_to_keys(states, scores, mask, options)
 
     def scores_of(self, key: Tensor, value: Tensor) -> Tensor:
         """Returns scores [B, Hkv, S] of keys and values [B, Hkv, S, D]. New tokens are the last rows; in a static cache they
@@ -132,7 +127,7 @@ class ScoreCall:
         return scores
 
     def _attend_to_keys(
-        self, states: States, scores: Tensor, mask: Tensor | None, **options
+        self, states: States, scores: Tensor, mask: Tensor | None, options: LayerOptions
     ) -> Tensor:
         layer, rule = self.layer, self.layer.score_rule
         query, key, _ = states
@@ -147,7 +142,7 @@ class ScoreCall:
             gates = layer.soft_scores.gates(scores, layer.gate_temperature)
             bias = self._of_keys(scores - layer.scorer.first_score if gates is scores else gates)
             used = KeyScores(rule, scores, bias, rule.recent_window, hides=False)
-            return attend_with_keys(*states, shown, used, **options)
+            return attend_with_keys(*states, shown, used, options)
         scores = self._of_keys(scores)
         bias = bias_to_learn(scores)
         # Intervals over keys of a cache are causality and padding; so are the masks of a static cache, others raise.
@@ -163,14 +158,14 @@ class ScoreCall:
             hides=not (layer.dense_prefill and is_prompt),
             is_padding=is_static or (bias is None and is_padding), first_query=self.first_query,
         )  # fmt: skip
-        return attend_with_keys(*states, shown, used, **options)
+        return attend_with_keys(*states, shown, used, options)
 
     def _attend_to_slots(
-        self, states: States, scores: Tensor, mask: Tensor | None, **options
+        self, states: States, scores: Tensor, mask: Tensor | None, options: LayerOptions
     ) -> Tensor:
         layer, slots = self.layer, self.slots
-        if (error := self._wrong_phase("a DynamicMaskCache")) is not None:
-            raise error
+        self._check_phase("a DynamicMaskCache")
+        slots.check_rule(layer.score_rule, layer.layer_idx)
         queries, scores = states[0].shape[1], scores.float()
         present = None if mask is None else present_tokens(mask, queries)
         if layer.scores_are_late and not slots.is_empty:
@@ -184,27 +179,21 @@ class ScoreCall:
             layer.score_rule, self._of_keys(scores), hides=not is_dense, is_padding=True
         )
         return attend_with_slots(
-            *states, mask, prompt, slots=slots, layer_idx=layer.layer_idx, present=present,
-            scores_are_bias=False, **options,
-        )  # fmt: skip
+            *states, mask, prompt, options, slots, present, scores_are_bias=False
+        )
 
-    def _attend_to_pieces(
-        self, states: States, scores: Tensor, numerics: Numerics, sink_logits: Tensor | None
-    ) -> Tensor:
+    def _attend_to_pieces(self, states: States, scores: Tensor, options: LayerOptions) -> Tensor:
         layer, rule = self.layer, self.layer.score_rule
-        error = self._wrong_phase("context parallelism")
-        if error is None and self.slots is not None:
-            if layer.dense_prefill:
-                error = ValueError(
-                    "dense_prefill: got True with a cache and context parallelism, expected False: a prompt would see all keys "
-                    "of all earlier ranks"
-                )
-            else:
-                try:
-                    self.slots.check_rule(rule, layer.layer_idx)
-                except ValueError as raised:
-                    error = raised
-        if error is not None:
+        try:
+            self._check_phase("context parallelism")
+            if self.slots is not None:
+                if layer.dense_prefill:
+                    raise ValueError(
+                        "dense_prefill: got True with a cache and context parallelism, expected False: a prompt would see "
+                        "all keys of all earlier ranks"
+                    )
+                self.slots.check_rule(rule, layer.layer_idx)
+        except ValueError as error:
             self.pieces.group.collectives.raise_on_all_ranks("begin_exchange", error)
         if layer.scores_are_late:
             raise ValueError(
@@ -214,16 +203,15 @@ class ScoreCall:
         return self.pieces.attend(
             *states, scores.detach(), rule, self.slots, bias=bias,
             bias_delay=0 if bias is None else rule.recent_window,
-            scale=numerics.scale, softcap=numerics.softcap, sink_logits=sink_logits,
+            scale=options.numerics.scale, softcap=options.numerics.softcap, sink_logits=options.sink_logits,
         )  # fmt: skip
 
-    def _wrong_phase(self, where: str) -> ValueError | None:
+    def _check_phase(self, where: str) -> None:
         phase = self.layer.score_phase
-        if phase == "hard":
-            return None
-        return ValueError(
-            f"phase: got {phase!r} with {where}, expected 'hard': in another phase a query sees all earlier keys"
-        )
+        if phase != "hard":
+            raise ValueError(
+                f"phase: got {phase!r} with {where}, expected 'hard': in another phase a query sees all earlier keys"
+            )
 
     def _of_keys(self, scores: Tensor) -> Tensor:
         """Returns the scores [B, Hkv, S] of keys, made of the scores of tokens.

@@ -20,18 +20,25 @@ from ..mask_functions import is_causal_config, mask_kind
 from ..model_state import PIECES, SCORED_NAME, remove_hooks
 
 
-class MaskHook:
-    """Adds to a decoder's arguments the pieces of its sequences, or the mask if the arguments determine it.
+class DecoderHook:
+    """Runs before each forward of a decoder. Its layers then record the scores of that forward for `budget_loss`, and the
+    decoder's arguments get the pieces of its sequences, or the mask if the arguments determine it.
 
+    layers: those with scores.
+    names: the decoder's arguments in order; (): transformers makes its masks.
     by_type: whether some layers have a sliding window and no scores, and the decoder takes a mask for each type of layers.
     """
 
-    def __init__(self, names: tuple[str, ...], by_type: bool):
-        self.names, self.by_type = names, by_type  # of the decoder's arguments, in order
+    def __init__(self, layers: list[nn.Module], names: tuple[str, ...], by_type: bool):
+        self.layers, self.names, self.by_type = layers, names, by_type
 
     def __call__(
         self, decoder: PreTrainedModel, args: tuple, options: dict
     ) -> tuple[tuple, dict] | None:
+        for layer in self.layers:
+            layer.soft_scores.open()
+        if not self.names:
+            return None
         config = decoder.config
         arguments = dict(zip(self.names, args, strict=False)) | options
         pieces = getattr(decoder, PIECES, None)
@@ -73,60 +80,34 @@ def _masks_of_types(
     return {"full_attention": mask, "sliding_attention": windows}
 
 
-class ScoreHook:
-    """Makes the layers of a decoder record the scores of the forward that begins for `budget_loss`."""
-
-    def __init__(self, layers: list[nn.Module]):
-        self.layers = layers
-
-    def __call__(self, decoder: PreTrainedModel, args: tuple, options: dict) -> None:
-        for layer in self.layers:
-            layer.soft_scores.open()
-
-
-def score_hooks(
+def decoder_hooks(
     model: nn.Module, scored: list[nn.Module]
-) -> list[tuple[PreTrainedModel, ScoreHook]]:
-    """Returns the hooks of the decoders whose layers `scored` get scores."""
-    return [
-        (decoder, ScoreHook([module for module in decoder.modules() if module in scored]))
-        for decoder in _innermost(model, scored)
+) -> list[tuple[PreTrainedModel, DecoderHook]]:
+    """Returns the hooks of the innermost models in `model` that hold layers of `scored`."""
+    holders = [
+        module
+        for module in model.modules()
+        if isinstance(module, PreTrainedModel) and any(m in scored for m in module.modules())
     ]
-
-
-def mask_hooks(model: nn.Module, scored: list[nn.Module]) -> list[tuple[PreTrainedModel, MaskHook]]:
-    """Returns the hooks of the decoders in a model whose layers `scored` get scores.
-
-    All layers have scores, or those without have sliding windows: else transformers makes the masks.
-    """
     hooks = []
-    for decoder in _innermost(model, scored):
-        layers = [module for module in decoder.modules() if is_attention(module)]
-        names = tuple(inspect.signature(type(decoder).forward).parameters)[1:]
-        if not {"attention_mask", "position_ids"} <= set(names):
+    for decoder in holders:
+        modules = list(decoder.modules())
+        if any(inner is not decoder and inner in holders for inner in modules):
             continue
-        if len(layers) < decoder.config.num_hidden_layers:
-            continue  # others, of states for example, take masks in a form of their own
-        has_all = all(layer in scored for layer in layers)
-        if has_all or takes_masks_by_type(decoder.config):
-            hooks.append((decoder, MaskHook(names, not has_all)))
+        attention = [module for module in modules if is_attention(module)]
+        has_plain = any(layer not in scored for layer in attention)
+        names = tuple(inspect.signature(type(decoder).forward).parameters)[1:]
+        # Other layers, of states for example, take masks in a form of their own.
+        takes_mask = (
+            {"attention_mask", "position_ids"} <= set(names)
+            and len(attention) >= decoder.config.num_hidden_layers
+            and (not has_plain or takes_masks_by_type(decoder.config))
+        )
+        own = [module for module in modules if module in scored]
+        hooks.append((decoder, DecoderHook(own, names if takes_mask else (), has_plain)))
     return hooks
 
 
 def remove_decoder_hooks(model: nn.Module) -> None:
     for module in model.modules():
-        remove_hooks(module, MaskHook, ScoreHook)
-
-
-def _innermost(model: nn.Module, layers: list[nn.Module]) -> list[PreTrainedModel]:
-    """Returns the innermost models that hold some of the layers."""
-    holders = [
-        module
-        for module in model.modules()
-        if isinstance(module, PreTrainedModel) and any(m in layers for m in module.modules())
-    ]
-    return [
-        module
-        for module in holders
-        if not any(inner is not module and inner in holders for inner in module.modules())
-    ]
+        remove_hooks(module, DecoderHook)
