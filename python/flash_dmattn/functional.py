@@ -82,17 +82,14 @@ def flash_dmattn_func(
         elements [Sq, Sk] as mask[None, None].
     is_causal: query i sees keys up to i + Sk - Sq. False by default, unlike in select_key_intervals.
     key_intervals: the query rows to which each key is visible. A mask, if given, hides further elements.
-    keep_window_size: the number of keys that a query keeps: those with the highest scores, and of equal scores the more
-        recent ones. A sequence has one number for each key head, which its query heads share.
-    selection: "per_query": the best among the keys the query may see; "global": the best of the row, the same for all
-        queries.
+    keep_window_size, selection, recent_window, recent_competes, sink_tokens, score_threshold: the rule by whose scores a
+        query keeps keys, as in select_key_intervals: above all keep_window_size, how many. A row is one document unless
+        key_intervals separate documents. Query i is at position i + Sk - Sq: use flash_dmattn_varlen_func for packed
+        documents with fewer queries than keys.
     selection_scores: the scores by which keep_window_size selects, one value per key: [B, H, Sk] or
         [B, H, 1, Sk]. By default the bias, which then must have one of these shapes. The selection has no
         gradient. If H = Hq > Hkv, each query head has its own selection. Key and value are then repeated for the query
         heads, unless the selection becomes a mask.
-    recent_window, recent_competes, sink_tokens, score_threshold: the other parts of the selection rule, as in
-        select_key_intervals. A row is one document unless key_intervals separate documents. Query i is at position
-        i + Sk - Sq: use flash_dmattn_varlen_func for packed documents with fewer queries than keys.
 
     Scores of attention:
 
@@ -183,9 +180,9 @@ def flash_dmattn_varlen_func(
     max_seqlen_q, max_seqlen_k: the lengths of the longest sequences. If cu_seqlens_q is cu_seqlens_k and there is no
         keep_window_size, max_seqlen_k saves a synchronisation on a GPU. If it is too small, keys are lost.
     attn_bias: [total_k, H], one value per key, added to its scores; H is Hq, Hkv or 1.
-    keep_window_size, selection: as in flash_dmattn_func, within each sequence.
+    keep_window_size, selection, recent_window, recent_competes, sink_tokens, score_threshold: the rule, as in
+        select_key_intervals, within each sequence.
     selection_scores: [total_k, H], the scores by which keep_window_size selects; by default attn_bias.
-    recent_window, recent_competes, sink_tokens, score_threshold: as in select_key_intervals.
     bias_delay, sink_logits: as in flash_dmattn_func.
     block_table: not supported.
     scale, softcap, deterministic, nonfinite, return_lse, return_attn_probs, backend: as in flash_dmattn_func.

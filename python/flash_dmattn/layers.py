@@ -52,9 +52,8 @@ class DynamicMaskAttention(nn.Module):
         hidden_size: features of input and output.
         heads_q: query heads.
         heads_kv: key and value heads, by default heads_q.
-        keep_window_size: the number of keys that a query keeps: one number, or one for each key head.
-        recent_window, recent_competes, sink_tokens, score_threshold: the other parts of the rule, as
-            in `select_key_intervals`.
+        keep_window_size, recent_window, recent_competes, sink_tokens, score_threshold: the rule, as in
+            `select_key_intervals`.
         head_dim: up to 256; by default hidden_size / heads_q.
         bias: whether the projections of queries, keys, values and output have one.
         score: "gate", "linear", "doge" or a function, as in `make_scores`.

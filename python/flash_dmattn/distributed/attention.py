@@ -97,14 +97,13 @@ def context_parallel_dmattn(
         `lengths`) and may be 0.
     scores: [B, Hkv or 1, n], the scores by which keys are selected; float32 is best. They have a gradient only as a bias.
     group: a ProcessGroup, or a DeviceMesh of one dimension (mesh["cp"]).
-    keep_window_size: as in flash_dmattn_func; a sequence has one number for each key head.
     attn_bias: "scores" adds the scores as a bias; None adds no bias; a tensor [B, Hkv or 1, n] is another bias, which
         gets a gradient.
     zero_sum: makes the gradient of the bias sum to 0 over the keys of each head, as DynamicMaskAttention and Doge do.
         (Do not pass the scores through with_zero_sum_gradient yourself: it would sum over the keys of one piece.)
     scale, softcap, deterministic, nonfinite, sink_logits, bias_delay, return_lse, backend: as in flash_dmattn_func.
-    selection, is_causal, recent_window, recent_competes, sink_tokens, score_threshold, key_mask, cu_seqlens,
-        position_ids, lengths, headroom, exchange, check: as in `begin_exchange`.
+    keep_window_size, selection, is_causal, recent_window, recent_competes, sink_tokens, score_threshold, key_mask,
+        cu_seqlens, position_ids, lengths, headroom, exchange, check: as in `begin_exchange`.
 
     Every rank of the group has to make the same calls in the same order. Every rank has to run backward, too, so the
     loss of every rank has to depend on `out`.
@@ -148,10 +147,10 @@ def begin_exchange(
 ) -> ExchangedKeys:
     """Exchanges keys, the first of the two steps of context_parallel_dmattn. The exchange needs no query.
 
-    key, value, scores, group, keep_window_size, attn_bias: as in context_parallel_dmattn.
+    key, value, scores, group, attn_bias: as in context_parallel_dmattn.
+    keep_window_size, recent_window, recent_competes, sink_tokens, score_threshold: the rule, as in select_key_intervals.
+        A threshold needs keep_window_size. A sliding window of W keys is keep_window_size=0, recent_window=W.
     selection, is_causal: "per_query" and True; other values raise an error.
-    recent_window, recent_competes, sink_tokens, score_threshold: as in flash_dmattn_func; a threshold needs keep_window_size.
-        A sliding window of W keys is keep_window_size=0, recent_window=W.
     key_mask: bool [B, n], False for padding.
     cu_seqlens: int [documents + 1] (or [B, documents + 1]), offsets of packed documents in the whole sequence, the same on all
         ranks. Tokens after the last offset are padding. A document may extend over any number of ranks.

@@ -59,7 +59,7 @@ def select_key_intervals(
     scores: [B, H, key_length] (or [B, H, 1, key_length], or [B, key_length]), any floating dtype. The
         selection is not differentiable: no gradient flows to the scores.
     keep_window_size: how many of the competing keys a query keeps, 0 or more, or a sequence with one number for each
-        head of the scores. None: a query keeps all keys that reach the threshold.
+        key head, which its query heads share. None: a query keeps all keys that reach the threshold.
     selection: "per_query": query i keeps the best among the keys it may see; "global": the best of the
         row, the same for all queries (then causal).
     is_causal: query row i may see keys up to i + key_length - query_length. True by default, unlike in flash_dmattn_func.

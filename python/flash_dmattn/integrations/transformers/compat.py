@@ -121,11 +121,13 @@ def wrap_implementation_setter(
 ) -> None:
     """Lets `resolve(model, name)` replace the name of an attention implementation when it is set for a model.
 
-    4.57 to 5.24: the registries of transformers never see the model for which a name is set, so that no
-    implementation can refuse one. 5.x also takes every name with "flash" in it for a package of FlashAttention
-    and tries to load it, before it asks a model that lists its own such packages (GPT-OSS, #44177): `aliases` are names without
-    that word. #38974 made the setter public, so that models can refuse a name, but not implementations; #36609 (open)
-    asks for attention functions that wrap others. Remove when `AttentionInterface` has a hook that gets the model.
+    4.57 to 5.24: registries give a function for a name, and get neither the model nor a say in the name. A check at the first
+    call would be too late: 5.x takes a name with "flash" in it for a package of FlashAttention and raises where it finds none,
+    or takes another one that the model lists (GPT-OSS, #44177; `aliases` are names without that word); Doge's own layers
+    expand their mask to N x N before they call the attention function; models with attention of their own call none, and
+    would ignore the name. Both methods are needed: the second one alone gets the names of the parts of a model. #38974 made the
+    setter public, so that models can refuse a name, but not implementations; #36609 (open) asks for attention functions that
+    wrap others. Remove when `AttentionInterface` has a hook that gets the model.
     """
     check = PreTrainedModel._check_and_adjust_attn_implementation
 
