@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Sequence
+from typing import NamedTuple
 
 import torch
 from torch import Tensor
@@ -38,6 +39,31 @@ from ..keys.visible import Visible
 from .cache import KVSlots
 
 __all__ = ["KVSlots", "flash_dmattn_with_kvcache"]
+
+
+class _NewTokens(NamedTuple):
+    """The new tokens of a call. All None: the cache holds them already."""
+
+    key: Tensor | None
+    value: Tensor | None
+    scores: Tensor | None
+
+
+class _AllKeys(NamedTuple):
+    """A cache of all keys, by the arguments of flash_dmattn_with_kvcache."""
+
+    k_cache: Tensor
+    v_cache: Tensor
+    score_cache: Tensor | None
+    cache_seqlens: Tensor
+    cache_leftpad: Tensor | None
+
+    def hold_tokens(self, places: Tensor) -> Tensor:
+        """Returns whether each of these places of a row holds a token, bool [B, places]."""
+        held = places < self.cache_seqlens[:, None]
+        return (
+            held if self.cache_leftpad is None else held & (places >= self.cache_leftpad[:, None])
+        )
 
 
 @refuses_foreign_arguments
@@ -105,7 +131,8 @@ def flash_dmattn_with_kvcache(
         if name != "score_cache" or tensor is not None:
             check_tensor(tensor, name)
     refuse_gradients(**caches, query=query, key=key, value=value, scores=scores)
-    _check_new_tokens(key, value, scores, score_cache)
+    new = _NewTokens(key, value, scores)
+    _check_new_tokens(new, score_cache)
     backend = resolve_backend(backend)
     numerics = Numerics.from_arguments(scale, None, softcap, nonfinite, None)
     rule = SelectionRule(
@@ -128,15 +155,14 @@ def flash_dmattn_with_kvcache(
     if slot_positions is None:
         if key_mask is not None:
             raise ValueError("key_mask: got a mask for a cache of all keys, expected cache_leftpad")
-        _check_all_keys(query, caches, key, value, scores, cache_seqlens, cache_leftpad)
+        cache = _AllKeys(k_cache, v_cache, score_cache, cache_seqlens, cache_leftpad)
+        _check_all_keys(query, cache, new)
         if score_cache is None and rule.hides_keys() and rule.reads_scores():
             raise ValueError(
                 "score_cache: got None, expected the scores that keep_window_size chooses by"
             )
         _check_backend(query, backend)
-        out, lse = _attend_to_all_keys(
-            query, caches, key, value, scores, cache_seqlens, cache_leftpad, rule, numerics, scores_are_bias, backend
-        )  # fmt: skip
+        out, lse = _attend_to_all_keys(query, cache, new, rule, numerics, scores_are_bias, backend)
         return (out, lse) if return_lse else out
     if cache_leftpad is not None:
         raise ValueError("cache_leftpad: got numbers for a cache of slots, expected key_mask")
@@ -152,35 +178,29 @@ def flash_dmattn_with_kvcache(
         k=k, v=v, scores=score_cache, positions=slot_positions,
         counts=slot_counts, seen=cache_seqlens, **rule._asdict(), backend=backend,
     )  # fmt: skip
-    out, lse = _attend_to_slots(
-        slots, query, key, value, scores, key_mask, numerics, scores_are_bias
-    )
+    out, lse = _attend_to_slots(slots, query, new, key_mask, numerics, scores_are_bias)
     return (out, lse) if return_lse else out
 
 
 def _attend_to_all_keys(
     query: Tensor,
-    caches: dict[str, Tensor | None],
-    key: Tensor | None,
-    value: Tensor | None,
-    scores: Tensor | None,
-    cache_seqlens: Tensor,
-    cache_leftpad: Tensor | None,
+    cache: _AllKeys,
+    new: _NewTokens,
     rule: SelectionRule,
     numerics: Numerics,
     scores_are_bias: bool,
     backend: str,
 ) -> tuple[Tensor, Tensor]:
     """Writes new tokens into a cache of all keys, and returns (out, lse). The caller has checked the arguments."""
-    k_cache, v_cache, score_cache = caches.values()
-    finite.check_new_tokens(query, key, value)
-    _write_tokens(k_cache, v_cache, score_cache, key, value, scores, cache_seqlens)
-    lengths = cache_seqlens if key is None else cache_seqlens + key.shape[1]
-    everything = cache_leftpad is None and not rule.hides_keys()
+    finite.check_new_tokens(query, new.key, new.value)
+    if new.key is not None:
+        _write_tokens(cache, new)
+        cache = cache._replace(cache_seqlens=cache.cache_seqlens + new.key.shape[1])
+    k_cache, v_cache, score_cache, lengths, leftpad = cache
+    everything = leftpad is None and not rule.hides_keys()
     length = _common_length(lengths, query.shape[1], k_cache.shape[1]) if everything else None
     if length is None:
-        keys = _cache_intervals(score_cache, lengths, cache_leftpad, rule, query, k_cache)
-        visible = Visible(intervals=keys)
+        visible = Visible(intervals=_cache_intervals(cache, rule, query))
     else:
         visible = Visible(is_causal=query.shape[1] > 1)
         k_cache, v_cache = k_cache[:, :length], v_cache[:, :length]
@@ -190,7 +210,7 @@ def _attend_to_all_keys(
 
     def held_keys() -> Tensor:
         places = torch.arange(k_cache.shape[1], device=query.device)
-        return _hold_tokens(places, lengths, cache_leftpad)[:, None]
+        return cache.hold_tokens(places)[:, None]
 
     out, statistics = run_backend(
         query, k_cache, v_cache, bias, visible, numerics, backend, held_keys=held_keys
@@ -201,16 +221,15 @@ def _attend_to_all_keys(
 def _attend_to_slots(
     slots: KVSlots,
     query: Tensor,
-    key: Tensor,
-    value: Tensor,
-    scores: Tensor,
+    new: _NewTokens,
     key_mask: Tensor | None,
     numerics: Numerics,
     scores_are_bias: bool,
 ) -> tuple[Tensor, Tensor]:
     """Adds new tokens to the slots, and returns (out, lse)."""
+    key, value, scores = new
     if key.dim() == 4 and key.shape[1] == 1:  # the operator of `step` checks all arguments
-        return slots._step(query, key, value, scores, key_mask, numerics, scores_are_bias)
+        return slots._step(query, *new, key_mask, numerics, scores_are_bias)
     check_chunk(
         slots._by_token, slots.value_dim, key_mask, query=query, key=key, value=value, scores=scores
     )
@@ -221,10 +240,9 @@ def _attend_to_slots(
     return out, lse
 
 
-def _check_new_tokens(
-    key: Tensor | None, value: Tensor | None, scores: Tensor | None, score_cache: Tensor | None
-) -> None:
+def _check_new_tokens(new: _NewTokens, score_cache: Tensor | None) -> None:
     """Raises unless key and value are both given or both None. With a score_cache, the same holds for scores."""
+    key, value, scores = new
     if score_cache is None and scores is not None:
         raise ValueError("scores: got scores without score_cache, expected both or none")
     if (key is None) == (value is None) and (
@@ -240,16 +258,8 @@ def _check_new_tokens(
     )
 
 
-def _check_all_keys(
-    query: Tensor,
-    caches: dict[str, Tensor | None],
-    key: Tensor | None,
-    value: Tensor | None,
-    scores: Tensor | None,
-    cache_seqlens: Tensor,
-    cache_leftpad: Tensor | None,
-) -> None:
-    k_cache, v_cache, score_cache = caches.values()
+def _check_all_keys(query: Tensor, cache: _AllKeys, new: _NewTokens) -> None:
+    k_cache, v_cache, score_cache, cache_seqlens, cache_leftpad = cache
     if k_cache.dim() != 4:
         raise ValueError(f"k_cache: got shape {tuple(k_cache.shape)}, expected [B, S, Hkv, D]")
     batch, size, heads, head_dim = k_cache.shape
@@ -265,15 +275,17 @@ def _check_all_keys(
     if score_cache is not None:
         check_like(score_cache, "score_cache", (batch, heads, size), torch.float32, device)
     check_query(k_cache, query=query)
-    new = 0
-    if key is not None:
-        new = check_tokens(k_cache, value_dim, key=key, value=value, scores=scores)
-        for name, cache in caches.items():
-            if cache is not None:
-                check_not_expanded(cache, name)
-    if new > size:
-        raise ValueError(f"key: got {new} tokens, expected at most {size}, the places of k_cache")
-    check_lengths(cache_seqlens, "cache_seqlens", batch, size - new, device)
+    tokens = 0
+    if new.key is not None:
+        tokens = check_tokens(k_cache, value_dim, **new._asdict())
+        for name, tensor in zip(cache._fields, cache[:3], strict=False):
+            if tensor is not None:
+                check_not_expanded(tensor, name)
+    if tokens > size:
+        raise ValueError(
+            f"key: got {tokens} tokens, expected at most {size}, the places of k_cache"
+        )
+    check_lengths(cache_seqlens, "cache_seqlens", batch, size - tokens, device)
     if cache_leftpad is not None:
         check_lengths(cache_leftpad, "cache_leftpad", batch, size, device)
 
@@ -284,17 +296,16 @@ def _check_backend(query: Tensor, backend: str) -> None:
         check_backend_runs(backend)
 
 
-def _write_tokens(k_cache, v_cache, score_cache, key, value, scores, cache_seqlens) -> None:
+def _write_tokens(cache: _AllKeys, new: _NewTokens) -> None:
     """Writes the new tokens after the cached ones."""
-    if key is None:
-        return
-    rows = torch.arange(key.shape[0], device=key.device)[:, None]
-    places = cache_seqlens[:, None].long() + torch.arange(key.shape[1], device=key.device)
-    k_cache[rows, places] = _without_aliasing(key, k_cache)
-    v_cache[rows, places] = _without_aliasing(value, v_cache)
+    k_cache, v_cache, score_cache, lengths, _ = cache
+    rows = torch.arange(new.key.shape[0], device=lengths.device)[:, None]
+    places = lengths[:, None].long() + torch.arange(new.key.shape[1], device=lengths.device)
+    k_cache[rows, places] = _without_aliasing(new.key, k_cache)
+    v_cache[rows, places] = _without_aliasing(new.value, v_cache)
     if score_cache is not None:
-        new = _without_aliasing(scores, score_cache)
-        score_cache.transpose(1, 2)[rows, places] = new.transpose(1, 2)
+        scores = _without_aliasing(new.scores, score_cache)
+        score_cache.transpose(1, 2)[rows, places] = scores.transpose(1, 2)
 
 
 def _without_aliasing(new: Tensor, cache: Tensor) -> Tensor:
@@ -316,26 +327,12 @@ def _common_length(lengths: Tensor, queries: int, size: int) -> int | None:
     return length if queries <= length <= size else None
 
 
-def _hold_tokens(places: Tensor, lengths: Tensor, leftpad: Tensor | None) -> Tensor:
-    """Returns whether each of these places of a row holds a token, bool [B, places]."""
-    held = places < lengths[:, None]
-    return held if leftpad is None else held & (places >= leftpad[:, None])
-
-
-def _cache_intervals(
-    scores: Tensor | None,
-    lengths: Tensor,
-    leftpad: Tensor | None,
-    rule: SelectionRule,
-    query: Tensor,
-    k_cache: Tensor,
-) -> KeyIntervals:
-    """Returns the intervals of the keys in rows of these lengths. The queries are the last ones of each row."""
-    size, queries = k_cache.shape[1], query.shape[1]
+def _cache_intervals(cache: _AllKeys, rule: SelectionRule, query: Tensor) -> KeyIntervals:
+    """Returns the intervals of the keys in a cache. The queries are the last tokens of each row."""
+    scores, size, queries = cache.score_cache, cache.k_cache.shape[1], query.shape[1]
     place = torch.arange(size, device=query.device, dtype=torch.int32)
-    lengths = lengths.to(torch.int32)
-    real = _hold_tokens(place, lengths, leftpad)
-    lengths = lengths[:, None]
+    real = cache.hold_tokens(place)
+    lengths = cache.cache_seqlens.to(torch.int32)[:, None]
     if not rule.hides_keys():
         first = (place - (lengths - queries)).clamp(min=0)
         last = torch.where(real, queries, 0).to(torch.int32)

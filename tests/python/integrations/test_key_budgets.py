@@ -64,7 +64,7 @@ def test_checkpointed_layers_keep_no_scores_after_backward():
     model.gradient_checkpointing_enable({"use_reentrant": False})
     loss = model(make_ids(LENGTH), use_cache=False).logits.square().mean() + budget_loss(model, 0.1)
     loss.backward()
-    assert all(layer.soft_scores.scores is None for layer in scored_layers(model))
+    assert all(layer.scoring.record.scores is None for layer in scored_layers(model))
     assert all(p.grad.any() for n, p in model.named_parameters() if ".scorer." in n)
 
 
@@ -170,7 +170,7 @@ def test_budgets_are_saved_with_the_scores(tmp_path):
     set_key_budgets(model, divided(model))
     save_scores(model, tmp_path)
     loaded = load_scores(make_base(), tmp_path)
-    rules = [[layer.score_rule for layer in scored_layers(m)] for m in (model, loaded)]
+    rules = [[layer.scoring.rule for layer in scored_layers(m)] for m in (model, loaded)]
     assert rules[0] == rules[1] and rules[0][0] != rules[0][1]
     assert loaded.config.learned_scores == model.config.learned_scores
 

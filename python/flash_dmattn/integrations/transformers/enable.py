@@ -165,7 +165,7 @@ def resolve_name(model: PreTrainedModel, name: str | None) -> str | None:
 
 def _refuse_another_name(model: PreTrainedModel, name: str | None) -> None:
     """Raises for a name under which learned scores would choose no keys although their phase says that they do."""
-    phases = {m.score_phase for m in model.modules() if has_scores(m)} - {"off"}
+    phases = {m.scoring.phase for m in model.modules() if has_scores(m)} - {"off"}
     if phases and name != SCORED_NAME:
         raise ValueError(
             f"attn_implementation: got {name!r} for a {type(model).__name__} with learned scores in the phase "

@@ -61,13 +61,13 @@ def _attend(
 
 def _bias_and_keys(layer, scores, mask):
     """Returns bias and visible keys, [B, Hkv, S, S], of texts under a mask of causality, padding and packing."""
-    rule, length = layer.score_rule, scores.shape[2]
+    rule, length = layer.scoring.rule, scores.shape[2]
     positions = torch.arange(length)
     old = positions[:, None] - positions >= rule.recent_window
     # A rule with no other keys shows only the sinks.
     alone = rule._replace(keep_window_size=0, recent_window=0, score_threshold=None)
     sinks = _keys_of_rule(alone, scores, mask)
-    if layer.score_phase == "hard":
+    if layer.scoring.phase == "hard":
         bias = (scores - scores.detach())[:, :, None]
         return torch.where(old & ~sinks, bias, 0.0), _keys_of_rule(rule, scores, mask)
     bias = (scores - layer.scorer.first_score)[:, :, None]

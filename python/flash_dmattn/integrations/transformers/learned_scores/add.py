@@ -163,10 +163,11 @@ def set_score_phase(model: nn.Module, phase: str, temperature: float | None = No
         )
     names = [layer.config._attn_implementation for layer in layers]  # before the first is stored
     for layer, name in zip(layers, names, strict=True):
-        if layer.score_phase == "off" and name != SCORED_NAME:
-            layer.base_attention = name  # it may have been changed in the phase "off"
-        layer.score_phase, layer.gate_temperature = phase, temperature
-        store_name(layer.config, layer.base_attention if phase == "off" else SCORED_NAME)
+        scoring = layer.scoring
+        if scoring.phase == "off" and name != SCORED_NAME:
+            scoring.base_attention = name  # it may have been changed in the phase "off"
+        scoring.phase, scoring.temperature = phase, temperature
+        store_name(layer.config, scoring.base_attention if phase == "off" else SCORED_NAME)
     return model
 
 

@@ -45,11 +45,11 @@ def budget_loss(
         RuntimeError: there was no forward in the phase "soft" with gradients since the last call.
     """
     layers = scored_layers(model)
-    rules = [layer.score_rule for layer in layers]
-    records = [layer.soft_scores for layer in layers]
-    if (sampled and per_head) or (layers[0].scores_are_late and not sampled):
+    rules = [layer.scoring.rule for layer in layers]
+    records = [layer.scoring.record for layer in layers]
+    if (sampled and per_head) or (layers[0].scoring.late and not sampled):
         raise ValueError(
-            f"sampled: got {sampled} with late={layers[0].scores_are_late} and per_head={per_head}, expected True for late scores, "
+            f"sampled: got {sampled} with late={layers[0].scoring.late} and per_head={per_head}, expected True for late scores, "
             "False for per_head"
         )
     return loss_of_records(records, rules, target, per_head, mask, sampled)
@@ -97,7 +97,7 @@ def divide_budget(
     if shortest < length:
         raise ValueError(f"texts: got one of {shortest} tokens, expected {length} or more")
     layers = scored_layers(model)
-    rule, weight = layers[0].score_rule, next(model.parameters())
+    rule, weight = layers[0].scoring.rule, next(model.parameters())
     scores = []
     with _all_keys_visible(model, layers, length), torch.no_grad():
         for text in tqdm(texts, desc="dividing the budget", disable=not progress):
@@ -120,14 +120,14 @@ def set_key_budgets(model: nn.Module, budgets: KeyBudgets) -> nn.Module:
     stored = LearnedScores.from_config(layers[0].config)
     rules = make_rules(
         len(layers),
-        recent_competes=layers[0].score_rule.recent_competes,
+        recent_competes=layers[0].scoring.rule.recent_competes,
         **budgets.rule_arguments(),
     )
     for layer, rule in zip(layers, rules, strict=True):
         rule.check_heads(sizes_of(layer)[1])
     stored = stored._replace(rules=rules).as_dict()
     for layer, rule in zip(layers, rules, strict=True):
-        layer.score_rule = rule
+        layer.scoring.rule = rule
         setattr(layer.config, CONFIG_NAME, stored)
     return model
 
@@ -135,10 +135,10 @@ def set_key_budgets(model: nn.Module, budgets: KeyBudgets) -> nn.Module:
 @contextmanager
 def _all_keys_visible(model: nn.Module, layers: list[nn.Module], length: int) -> Iterator[None]:
     """Shows every key: gates in the phase "soft" without sampling, other scores under a rule that hides none."""
-    phase, temperature = layers[0].score_phase, layers[0].gate_temperature
-    rules = [layer.score_rule for layer in layers]
+    phase, temperature = layers[0].scoring.phase, layers[0].scoring.temperature
+    rules = [layer.scoring.rule for layer in layers]
     for layer, rule in zip(layers, rules, strict=True):
-        layer.score_rule = rule._replace(keep_window_size=length, score_threshold=None)
+        layer.scoring.rule = rule._replace(keep_window_size=length, score_threshold=None)
     are_gates = all(getattr(layer.scorer, "is_gate", True) for layer in layers)
     set_score_phase(model, "soft" if are_gates else "hard")
     try:
@@ -146,4 +146,4 @@ def _all_keys_visible(model: nn.Module, layers: list[nn.Module], length: int) ->
     finally:
         set_score_phase(model, phase, temperature)
         for layer, rule in zip(layers, rules, strict=True):
-            layer.score_rule = rule
+            layer.scoring.rule = rule

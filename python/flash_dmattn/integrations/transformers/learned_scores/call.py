@@ -129,17 +129,18 @@ class ScoreCall:
     def _attend_to_keys(
         self, states: States, scores: Tensor, mask: Tensor | None, options: LayerOptions
     ) -> Tensor:
-        layer, rule = self.layer, self.layer.score_rule
+        layer, scoring = self.layer, self.layer.scoring
+        rule = scoring.rule
         query, key, _ = states
         queries, keys = query.shape[1], key.shape[1]
         intervals = None if mask is None else as_key_intervals(mask, queries, keys)
         shown = mask if intervals is None else intervals
-        if layer.score_phase == "soft":
+        if scoring.phase == "soft":
             if self.first_query is not None:
                 raise ValueError(
                     f"{CACHE}: got a static one in the phase 'soft', expected a cache that grows, or the phase 'hard'"
                 )
-            gates = layer.soft_scores.gates(scores, layer.gate_temperature)
+            gates = scoring.record.gates(scores, scoring.temperature)
             bias = self._of_keys(scores - layer.scorer.first_score if gates is scores else gates)
             used = KeyScores(rule, scores, bias, rule.recent_window, hides=False)
             return attend_with_keys(*states, shown, used, options)
@@ -155,7 +156,7 @@ class ScoreCall:
         )
         used = KeyScores(
             rule, scores, bias, 0 if bias is None else rule.recent_window,
-            hides=not (layer.dense_prefill and is_prompt),
+            hides=not (scoring.dense_prefill and is_prompt),
             is_padding=is_static or (bias is None and is_padding), first_query=self.first_query,
         )  # fmt: skip
         return attend_with_keys(*states, shown, used, options)
@@ -163,31 +164,30 @@ class ScoreCall:
     def _attend_to_slots(
         self, states: States, scores: Tensor, mask: Tensor | None, options: LayerOptions
     ) -> Tensor:
-        layer, slots = self.layer, self.slots
+        layer, scoring, slots = self.layer, self.layer.scoring, self.slots
         self._check_phase("a DynamicMaskCache")
-        slots.check_rule(layer.score_rule, layer.layer_idx)
+        slots.check_rule(scoring.rule, layer.layer_idx)
         queries, scores = states[0].shape[1], scores.float()
         present = None if mask is None else present_tokens(mask, queries)
-        if layer.scores_are_late and not slots.is_empty:
+        if scoring.late and not slots.is_empty:
             slots.prefetch()
             last = None if present is None else present[:, 0]
             slots.slots.rescore_last(scores[..., 0], last)
-        is_dense = layer.dense_prefill and slots.is_empty
+        is_dense = scoring.dense_prefill and slots.is_empty
         if not is_dense:  # transformers' mask may be a dense one that only padding makes
             mask = None if present is None else KeyIntervals(mask, queries)
-        prompt = KeyScores(
-            layer.score_rule, self._of_keys(scores), hides=not is_dense, is_padding=True
-        )
+        prompt = KeyScores(scoring.rule, self._of_keys(scores), hides=not is_dense, is_padding=True)
         return attend_with_slots(
             *states, mask, prompt, options, slots, present, scores_are_bias=False
         )
 
     def _attend_to_pieces(self, states: States, scores: Tensor, options: LayerOptions) -> Tensor:
-        layer, rule = self.layer, self.layer.score_rule
+        layer, scoring = self.layer, self.layer.scoring
+        rule = scoring.rule
         try:
             self._check_phase("context parallelism")
             if self.slots is not None:
-                if layer.dense_prefill:
+                if scoring.dense_prefill:
                     raise ValueError(
                         "dense_prefill: got True with a cache and context parallelism, expected False: a prompt would see "
                         "all keys of all earlier ranks"
@@ -195,7 +195,7 @@ class ScoreCall:
                 self.slots.check_rule(rule, layer.layer_idx)
         except ValueError as error:
             self.pieces.group.collectives.raise_on_all_ranks("begin_exchange", error)
-        if layer.scores_are_late:
+        if scoring.late:
             raise ValueError(
                 "late: got True with context parallelism, expected False: the next token is another rank's"
             )
@@ -207,7 +207,7 @@ class ScoreCall:
         )  # fmt: skip
 
     def _check_phase(self, where: str) -> None:
-        phase = self.layer.score_phase
+        phase = self.layer.scoring.phase
         if phase != "hard":
             raise ValueError(
                 f"phase: got {phase!r} with {where}, expected 'hard': in another phase a query sees all earlier keys"
@@ -216,4 +216,4 @@ class ScoreCall:
     def _of_keys(self, scores: Tensor) -> Tensor:
         """Returns the scores [B, Hkv, S] of keys, made of the scores of tokens.
         The last key of late scores, which is recent, has 0."""
-        return F.pad(scores[..., 1:], (0, 1)) if self.layer.scores_are_late else scores
+        return F.pad(scores[..., 1:], (0, 1)) if self.layer.scoring.late else scores

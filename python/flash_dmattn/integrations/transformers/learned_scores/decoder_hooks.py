@@ -36,7 +36,7 @@ class DecoderHook:
         self, decoder: PreTrainedModel, args: tuple, options: dict
     ) -> tuple[tuple, dict] | None:
         for layer in self.layers:
-            layer.soft_scores.open()
+            layer.scoring.record.open()
         if not self.names:
             return None
         config = decoder.config

@@ -1,6 +1,6 @@
 """Attention layers of transformers that give their keys scores.
 
-A layer gets a module `scorer`, its settings as attributes, and two hooks. Before its forward the first hook adds a `ScoreCall` to
+A layer gets a module `scorer`, `scoring`, which says how the scores are used, and two hooks. Before its forward the first hook adds a `ScoreCall` to
 the keywords, which the layer passes on to the attention function.
 """
 
@@ -9,6 +9,7 @@ from __future__ import annotations
 import functools
 import inspect
 from collections.abc import Iterator
+from dataclasses import dataclass, field
 
 import torch
 from torch import nn
@@ -20,20 +21,24 @@ from ..model_state import PIECES, SCORED_NAME, SCORES, add_hook, remove_hooks
 from .call import ScoreCall
 
 _CACHE_NAMES = (*CACHE_NAMES, "layer_past")
-_SETTINGS = (
-    "base_layer_idx",
-    "score_rule",
-    "score_phase",
-    "dense_prefill",
-    "scores_are_late",
-    "base_attention",
-    "gate_temperature",
-    "soft_scores",
-)
+
+
+@dataclass
+class Scoring:
+    """How a layer uses its scores. rule, dense_prefill, late, phase, temperature: as in `add_learned_scores`."""
+
+    rule: SelectionRule
+    dense_prefill: bool
+    late: bool
+    base_layer_idx: int  # before `add_scorer`
+    base_attention: str  # the implementation in the phase "off"
+    phase: str = "hard"
+    temperature: float | None = None
+    record: SoftScores = field(default_factory=SoftScores)  # of the phase "soft"
 
 
 def has_scores(layer: nn.Module) -> bool:
-    return "score_rule" in vars(layer)
+    return "scoring" in vars(layer)
 
 
 def number_in_name(name: str) -> int:
@@ -61,29 +66,24 @@ def add_scorer(
     late: bool,
 ) -> None:
     """Gives a layer scores. In the phase "off", and under another attention implementation, it acts as without them."""
-    layer.base_layer_idx, layer.layer_idx = layer.layer_idx, number
-    layer.base_attention = layer.config._attn_implementation
-    layer.score_rule, layer.score_phase, layer.dense_prefill = rule, "hard", dense_prefill
-    layer.scores_are_late = late
-    layer.gate_temperature, layer.soft_scores = None, SoftScores()
-    layer.scorer = scorer
+    base = layer.layer_idx, layer.config._attn_implementation
+    layer.scoring = Scoring(rule, dense_prefill, late, *base)
+    layer.scorer, layer.layer_idx = scorer, number
     add_hook(layer, _begin_call)
     add_hook(layer, _end_call, after=True)
 
 
 def uses_scores(layer: nn.Module) -> bool:
     """Whether a layer with scores uses them in this phase and attention implementation."""
-    return layer.score_phase != "off" and layer.config._attn_implementation == SCORED_NAME
+    return layer.scoring.phase != "off" and layer.config._attn_implementation == SCORED_NAME
 
 
 def remove_scorer(layer: nn.Module) -> None:
     hook = getattr(getattr(layer.scorer, "function", None), "query_hook", None)
     if hook is not None:
         hook.remove()
-    del layer.scorer
-    layer.layer_idx = layer.base_layer_idx
-    for name in _SETTINGS:
-        delattr(layer, name)
+    layer.layer_idx = layer.scoring.base_layer_idx
+    del layer.scorer, layer.scoring
     remove_hooks(layer, _begin_call, _end_call)
 
 
