@@ -21,13 +21,12 @@ from ._core.checks import (
 )
 from ._core.gradients import expand_for_uses, repeat_interleave
 from ._core.numerics import Numerics
-from .keys.heads import repeat_heads
 from .keys.intervals import check_intervals, intersect, split_by_age
 from .keys.patterns import causal_intervals, prefix_lm
 from .keys.recognise import Memo
 from .keys.rule import SelectionRule
 from .keys.select import select_visible
-from .keys.visible import Visible
+from .keys.visible import Visible, repeat_heads
 from .merge import add_sink, check_sink_logits, merge_sets
 
 IN_PYTHON = ("triton", "flex")

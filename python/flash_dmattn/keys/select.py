@@ -17,7 +17,6 @@ from .._core.checks import (
     squeeze_query_dimension,
 )
 from .among_intervals import select_among_intervals
-from .heads import match_heads
 from .in_torch import best_elements, intervals_of_rule
 from .intervals import (
     KeyIntervals,
@@ -29,7 +28,7 @@ from .patterns import causal_intervals
 from .positions import KeyPositions, check_length
 from .recognise import Memo, intervals_of_mask, mask_of_intervals
 from .rule import SelectionRule
-from .visible import Visible
+from .visible import Visible, match_heads
 
 
 def select_key_intervals(
