@@ -9,6 +9,7 @@ from doge_generation import WINDOW, left_padding, make_ids, make_model
 from flash_dmattn.integrations.transformers import DynamicMaskCache, doge, enable_flash_dmattn
 from flash_dmattn.integrations.transformers.cache_layer import DynamicMaskLayer
 from flash_dmattn.integrations.transformers.compat import CACHE
+from flash_dmattn.integrations.transformers.token_order import ScoredTokens
 from flash_dmattn.keys.rule import SelectionRule
 from transformers_version import IS_TRANSFORMERS_4
 
@@ -136,13 +137,14 @@ def test_offloaded_slots_come_back_with_the_next_tokens(use):
     """The slots only appear to be on another device here; tests on a GPU move them."""
     states, scores = torch.randn(B, 1, 2, 8), torch.randn(B, 2, 1)
     layer, moves = DynamicMaskLayer(SelectionRule(4)), []
-    layer.fill(states, states, scores)
+    tokens = ScoredTokens(states, states, scores)
+    layer.fill(tokens)
     layer._move_slots, layer.device = moves.append, torch.device("cuda")
     if use == "attend":
-        layer.attend(states, states, states, scores, scale=1.0)
+        layer.attend(states, tokens, scale=1.0)
     elif use == "fill":
         layer.reset()
-        layer.fill(states, states, scores)
+        layer.fill(tokens)
     else:
         layer.prefetch()
     assert set(moves) == {torch.device("cuda")}

@@ -8,6 +8,7 @@ from transformers import LlamaConfig
 
 from flash_dmattn import flash_dmattn_func, select_key_intervals
 from flash_dmattn.integrations.transformers import DynamicMaskCache
+from flash_dmattn.integrations.transformers.token_order import ScoredTokens
 from token_streams import RULES, Stream
 
 # Every rule is tested with a window for all heads or one per head.
@@ -41,16 +42,13 @@ def config_of(stream):
 
 
 def fill(layer, stream, end):
-    k, v, scores = stream.tokens(0, end)
-    layer.fill(k, v, scores, stream.mask[:, :end])
+    layer.fill(ScoredTokens(*stream.tokens(0, end), stream.mask[:, :end]))
 
 
 def attend(layer, stream, begin, end, change=lambda t: t):
     q, (k, v, scores) = stream.q[:, begin:end], stream.tokens(begin, end)
-    out, _ = layer.attend(
-        change(q), change(k), change(v), scores, stream.mask[:, begin:end], scale=8**-0.5
-    )  # fmt: skip
-    return out
+    tokens = ScoredTokens(change(k), change(v), scores, stream.mask[:, begin:end])
+    return layer.attend(change(q), tokens, scale=8**-0.5)[0]
 
 
 @pytest.mark.parametrize("static", [False, True])

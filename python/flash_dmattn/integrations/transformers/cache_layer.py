@@ -11,7 +11,7 @@ from ...generation.cache import KVSlots
 from ...keys.rule import SelectionRule
 from .._shared.layer_call import swap_heads_and_tokens
 from .compat import CACHE, CROPS_TO_A_LENGTH
-from .token_order import PendingTokens, TokenOrder, take_columns
+from .token_order import PendingTokens, ScoredTokens, TokenOrder, take_columns
 
 RECORDED_TOKENS = 128  # at least this many tokens can be dropped again
 
@@ -95,47 +95,33 @@ class DynamicMaskLayer(CacheLayerMixin):
         return kept
 
     @torch.no_grad()
-    def fill(
-        self,
-        key: torch.Tensor,
-        value: torch.Tensor,
-        scores: torch.Tensor,
-        key_mask: torch.Tensor | None = None,
-    ) -> None:
-        """Stores the first tokens, whose attention has been computed already.
-
-        Args:
-            key: [B, S, Hkv, D]; value: [B, S, Hkv, Dv].
-            scores: float32 [B, Hkv, S].
-            key_mask: bool [B, S], False for padding; None: all are tokens.
-        """
+    def fill(self, tokens: ScoredTokens) -> None:
+        """Stores the first tokens, whose attention has been computed already."""
         if not self.is_initialized:
-            self.lazy_initialization(*swap_heads_and_tokens(key, value))
-        self._check_rows(key)
+            self.lazy_initialization(*swap_heads_and_tokens(tokens.key, tokens.value))
+        self._check_rows(tokens.key)
         self.prefetch()
-        length = key.shape[1]
+        length = tokens.key.shape[1]
         pending = 0
         if self.record_past:
             self._resize_chunk(max(self.chunk, RECORDED_TOKENS))
             pending = min(length, self.slots.chunk)
         filled = length - pending
-        parts = (key, value, scores, key_mask)
         if filled:
-            key, value, scores, mask = _part_of(parts, 0, filled)
+            *states, mask = tokens.part(0, filled)
             order = None
-            if self._pending.have_order(mask):
+            if self._pending.have_order(tokens):
                 order = TokenOrder.of_padding(mask, filled)
             if order is not None:
-                key, value, scores = take_columns((key, value, scores), order.keys)
-                mask = order.align(mask, 1)
-            self.slots.fill(key, value, scores, key_mask=mask)
+                states, mask = take_columns(states, order.keys), order.align(mask, 1)
+            self.slots.fill(*states, key_mask=mask)
         if pending:
-            self._pending.append(self.slots, *_part_of(parts, filled, length))
+            self._pending.append(self.slots, tokens.part(filled, length))
         self._seen = length
         if self._counts_on_device:
             self._length.fill_(length)
         self._padding = None if self.is_compileable else ()
-        self._count_padding(key_mask)
+        self._count_padding(tokens.present)
 
     @torch.no_grad()
     def adopt_slots(self, slots: KVSlots, tokens: int) -> None:
@@ -155,10 +141,7 @@ class DynamicMaskLayer(CacheLayerMixin):
     def attend(
         self,
         query: torch.Tensor,
-        key: torch.Tensor,
-        value: torch.Tensor,
-        scores: torch.Tensor,
-        key_mask: torch.Tensor | None = None,
+        tokens: ScoredTokens,
         *,
         scale: float,
         softcap: float = 0.0,
@@ -168,7 +151,6 @@ class DynamicMaskLayer(CacheLayerMixin):
 
         Args:
             query: [B, S, Hq, D].
-            key, value, scores, key_mask: as in `fill`.
             scale, softcap, scores_are_bias: as in `KVSlots.step`.
         """
         self._check_rows(query)
@@ -182,39 +164,37 @@ class DynamicMaskLayer(CacheLayerMixin):
         options["return_lse"] = True
         self.prefetch()
         self._make_room(length)
-        is_in_order = key_mask is None or not self._pending.have_order(key_mask)
-        if is_in_order and not self.record_past:
+        if not self._pending.have_order(tokens) and not self.record_past:
             add = self.slots.step if length == 1 else self.slots.extend
-            out, lse = add(query, key, value, scores, key_mask=key_mask, **options)
+            out, lse = add(query, *tokens[:3], key_mask=tokens.present, **options)
         elif length == 1 and not self.slots.pending and not self.record_past:
-            out, lse = self._step_of_tokens(query, key, value, scores, key_mask, **options)
+            out, lse = self._step_of_tokens(query, tokens, **options)
         else:
             parts, slots, pending = [], self.slots, self._pending
             for start in range(0, length, slots.chunk):
                 stop = min(start + slots.chunk, length)
                 pending.commit_oldest(slots, stop - start if self.record_past else slots.chunk)
-                new = _part_of((key, value, scores, key_mask), start, stop)
-                places = pending.append(slots, *new)
+                places = pending.append(slots, tokens.part(start, stop))
                 parts.append(pending.attend(slots, query[:, start:stop], places, **options))
             if not self.record_past:
                 pending.commit(slots)
             outs, lses = zip(*parts, strict=True)
             out, lse = torch.cat(outs, dim=1), torch.cat(lses, dim=2)
         self._count_tokens(length)
-        self._count_padding(key_mask)
+        self._count_padding(tokens.present)
         return out, lse
 
     def _step_of_tokens(
-        self, query, key, value, scores, key_mask: torch.Tensor, **options
+        self, query: torch.Tensor, tokens: ScoredTokens, **options
     ) -> tuple[torch.Tensor, torch.Tensor]:
         """Adds one token to the rows in which it is no padding. The other rows stay unchanged."""
         slots = self.slots
         # Padding has no key, so it writes nothing but these.
         counters = slots.positions, slots.counts, slots.seen
         before = [t.clone() for t in counters]
-        result = slots.step(query, key, value, scores, key_mask=key_mask, **options)
+        result = slots.step(query, *tokens[:3], key_mask=tokens.present, **options)
         for tensor, old in zip(counters, before, strict=True):
-            is_token = key_mask.view(-1, *[1] * (tensor.dim() - 1))
+            is_token = tokens.present.view(-1, *[1] * (tensor.dim() - 1))
             tensor.copy_(torch.where(is_token, tensor, old))
         return result
 
@@ -478,10 +458,3 @@ class DynamicMaskLayer(CacheLayerMixin):
             self._resize_chunk(
                 max(min(tokens, max(self.rule.place_count(), RECORDED_TOKENS)), self.slots.chunk)
             )
-
-
-def _part_of(tokens: tuple, start: int, stop: int) -> tuple:
-    """Returns some of the tokens: key, value [B, S, Hkv, D], scores [B, Hkv, S], and key_mask [B, S] or None."""
-    key, value, scores, key_mask = tokens
-    mask = None if key_mask is None else key_mask[:, start:stop]
-    return key[:, start:stop], value[:, start:stop], scores[..., start:stop], mask

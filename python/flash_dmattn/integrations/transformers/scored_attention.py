@@ -20,7 +20,7 @@ from ...keys.visible import Visible
 from ...merge import add_sink
 from .._shared.layer_attention import normalize_mask
 from .cache_layer import DynamicMaskLayer
-from .token_order import TokenOrder, counts_tokens
+from .token_order import ScoredTokens, TokenOrder, counts_tokens
 
 
 class KeyScores(NamedTuple):
@@ -115,17 +115,16 @@ def attend_with_slots(
         present: which new tokens are no padding, bool [B, S]; None: all.
         scores_are_bias: as in `KVSlots.step`.
     """
-    scores = used.scores.float()
+    tokens = ScoredTokens(key, value, used.scores.float(), present)
     if slots.is_empty:
         slots.check_kernels(key, value)  # before attention that the slots could not take over
         out = attend_with_keys(query, key, value, mask, used, options)
-        slots.fill(key, value, scores, present)
+        slots.fill(tokens)
         return out
     scale, softcap, *_ = options.numerics
     out, lse = slots.attend(
-        query, key, value, scores, present,
-        scale=scale, softcap=softcap, scores_are_bias=scores_are_bias,
-    )  # fmt: skip
+        query, tokens, scale=scale, softcap=softcap, scores_are_bias=scores_are_bias
+    )
     return out if options.sink_logits is None else add_sink(out, lse, options.sink_logits)[0]
 
 

@@ -104,6 +104,22 @@ def gather_columns(states: Tensor, columns: Tensor, dim: int) -> Tensor:
     return torch.take_along_dim(states, columns.view(shape), dim)
 
 
+class ScoredTokens(NamedTuple):
+    """Tokens of a batch with their scores."""
+
+    key: Tensor  # [B, S, Hkv, D]
+    value: Tensor  # [B, S, Hkv, Dv]
+    scores: Tensor  # float32 [B, Hkv, S]
+    present: Tensor | None = None  # bool [B, S], False for padding; None: all are tokens
+
+    def part(self, start: int, stop: int) -> ScoredTokens:
+        key, value, scores, present = self
+        present = None if present is None else present[:, start:stop]
+        return ScoredTokens(
+            key[:, start:stop], value[:, start:stop], scores[..., start:stop], present
+        )
+
+
 class PendingTokens:
     """The order of the pending tokens of slots, by the columns of a batch. The slots get the tokens of each row first, and
     the padding after them is dropped.
@@ -116,37 +132,34 @@ class PendingTokens:
         self._counts_tokens = counts_tokens(rule)
         self.present: Tensor | None = None
 
-    def have_order(self, key_mask: Tensor | None) -> bool:
-        """Whether padding of new tokens, bool [B, S], changes their order in the slots."""
-        return key_mask is not None and self._counts_tokens
+    def have_order(self, tokens: ScoredTokens) -> bool:
+        """Whether padding of new tokens changes their order in the slots."""
+        return tokens.present is not None and self._counts_tokens
 
-    def append(
-        self, slots: KVSlots, key: Tensor, value: Tensor, scores: Tensor, key_mask: Tensor | None
-    ) -> Tensor | None:
-        """Adds tokens. Returns the place of each column among the pending ones, [B, pending]; None: in order.
-
-        key: [B, S, Hkv, D]; value: [B, S, Hkv, Dv]; scores: [B, Hkv, S]; key_mask: bool [B, S], False for padding.
-        """
-        if self.present is None and not self.have_order(key_mask):
-            slots.append(key, value, scores, key_mask=key_mask)
+    def append(self, slots: KVSlots, tokens: ScoredTokens) -> Tensor | None:
+        """Adds tokens. Returns the place of each column among the pending ones, [B, pending]; None: in order."""
+        *states, key_mask = tokens
+        device = tokens.key.device
+        if self.present is None and not self.have_order(tokens):
+            slots.append(*states, key_mask=key_mask)
             return None
         if key_mask is None:
-            key_mask = torch.ones(key.shape[:2], dtype=torch.bool, device=key.device)
+            key_mask = torch.ones(tokens.key.shape[:2], dtype=torch.bool, device=device)
         present = self.present
         if present is None:
             present = slots.pending_mask()
-            order = torch.arange(slots.pending, device=key.device).expand(present.shape)
+            order = torch.arange(slots.pending, device=device).expand(present.shape)
         else:
             order = tokens_first(present).argsort(1)
         earlier = take_columns(slots.pending_tokens(), order)
         slots.drop(slots.pending)
         states = [
             torch.cat([old, new], dim=dim)
-            for old, new, dim in zip(earlier, (key, value, scores), (1, 1, 2), strict=True)
+            for old, new, dim in zip(earlier, states, (1, 1, 2), strict=True)
         ]
         self.present = present = torch.cat([present, key_mask], dim=1)
         columns = tokens_first(present)
-        is_token = torch.arange(present.shape[1], device=key.device) < present.sum(1, keepdim=True)
+        is_token = torch.arange(present.shape[1], device=device) < present.sum(1, keepdim=True)
         slots.append(*take_columns(states, columns), key_mask=is_token)
         return columns.argsort(1)
 
@@ -187,7 +200,7 @@ class PendingTokens:
         states = take_columns(slots.pending_tokens(), later)
         self.commit(slots, excess)
         if later.shape[1]:
-            self.append(slots, *states, present[:, excess:])
+            self.append(slots, ScoredTokens(*states, present[:, excess:]))
 
     def select_rows(self, rows: Tensor) -> None:
         """Replaces the rows of the batch by the rows with these numbers."""
