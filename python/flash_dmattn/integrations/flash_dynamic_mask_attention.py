@@ -4,7 +4,7 @@ import torch
 
 from .._core.checks import resolve_flag
 from ..keys.intervals import KeyIntervals
-from ._shared.layer_attention import attend_by_mask, take_bias_and_window
+from ._shared.layer_attention import take_bias_and_window
 from ._shared.layer_call import (
     cast_states,
     check_probabilities,
@@ -14,6 +14,7 @@ from ._shared.layer_call import (
     swap_heads_and_tokens,
     target_dtype,
 )
+from .packed_sequences import attend_by_mask_or_sequences
 
 __all__ = ["flash_dynamic_mask_attention_forward"]
 
@@ -69,7 +70,7 @@ def flash_dynamic_mask_attention_forward(
         attention_mask, is_causal = None, True
     is_causal = is_causal and not has_queries(attention_mask)
     states = cast_states(states, target_dtype(module, query))
-    out = attend_by_mask(
+    out = attend_by_mask_or_sequences(
         states, attention_mask, is_causal, bias, keep, scaling=scaling, softcap=softcap, **kwargs
     )
     return out, None

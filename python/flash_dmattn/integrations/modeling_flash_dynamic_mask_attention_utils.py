@@ -5,8 +5,9 @@ from torch import Tensor, dtype
 from .._core.checks import resolve_flag
 from .._core.numerics import resolve_scale
 from ..keys.intervals import KeyIntervals
-from ._shared.layer_attention import attend_by_mask, take_bias_and_window
+from ._shared.layer_attention import take_bias_and_window
 from ._shared.layer_call import cast_states, check_states
+from .packed_sequences import attend_by_mask_or_sequences
 
 __all__ = ["_flash_dynamic_mask_attention_forward", "fdma_peft_integration_check"]
 
@@ -80,7 +81,7 @@ def _flash_dynamic_mask_attention_forward(
     scale = None if softmax_scale is None else resolve_scale(softmax_scale, "softmax_scale")
     kwargs |= {"attention_bias": attention_bias, "keep_window_size": keep_window_size, "window_size": window_size}  # fmt: skip
     bias, keep = take_bias_and_window(kwargs, query_states, key_states)
-    return attend_by_mask(
+    return attend_by_mask_or_sequences(
         cast_states((query_states, key_states, value_states), target_dtype), attention_mask, is_causal, bias, keep,
         scaling=scale, softcap=softcap, deterministic=deterministic, **kwargs,
     )  # fmt: skip

@@ -22,13 +22,10 @@ from ...keys.select import select_elements
 from ...keys.visible import Visible
 from ...merge import check_sink_logits
 from .layer_call import (
-    PACKED_KEYWORDS,
-    PackedSequences,
     as_key_intervals,
     check_keywords,
-    packed_keywords,
+    check_mask_type,
 )
-from .packed_sequences import attend_in_sequences, sequences_or_mask
 
 
 def take_bias_and_window(
@@ -77,55 +74,54 @@ def attend_by_mask(
     is_causal: bool,
     bias: torch.Tensor | None,
     keep: int | None,
-    *,
-    scaling: float | None = None,
-    softcap: float | None = None,
-    deterministic: bool | None = None,
-    s_aux: torch.Tensor | None = None,
-    sliding_window: int | None = None,
-    position_ids: torch.Tensor | None = None,
-    **others,
+    **keywords,
 ) -> torch.Tensor:
     """Computes attention in which a query sees the keys that the mask shows; of these, with a window, those with
     the highest bias.
 
     Args:
         states: query [B, Sq, Hq, D], key [B, Sk, Hkv, D] and value [B, Sk, Hkv, Dv].
+        mask, is_causal: as in `_flash_dynamic_mask_attention_forward`.
         bias, keep: of `take_bias_and_window`.
-        mask, and the other arguments: as in `_flash_dynamic_mask_attention_forward`.
-        others: PACKED_KEYWORDS, and keywords of transformers that change nothing; the rest raise.
+        keywords: of `checked_options`.
 
     Returns:
         [B, Sq, Hq, Dv].
     """
     query, key, value = states
-    packed = packed_keywords(others)
-    check_keywords({name: x for name, x in others.items() if name not in PACKED_KEYWORDS})
+    options = checked_options(query, **keywords)
     selects = keep is not None and key.shape[1] > keep
-    if s_aux is not None:
-        check_sink_logits(s_aux, query, "s_aux")
-    scale = None if scaling is None else resolve_scale(scaling, "scaling")
-    visible = sequences_or_mask(
-        packed, position_ids, mask, query, key.shape[1],
-        sliding_window=sliding_window, is_causal=is_causal, selects=selects,
-    )  # fmt: skip
-    if isinstance(visible, PackedSequences):
-        return attend_in_sequences(
-            query, key, value, bias, visible, keep, is_causal=is_causal, scale=scale,
-            softcap=softcap, deterministic=deterministic, sink_logits=s_aux,
-        )  # fmt: skip
-    mask, intervals, added = normalize_mask(visible, bias, query, key, selects, None)
+    mask, intervals, added = normalize_mask(mask, bias, query, key, selects, None)
     rule = scores = None
     if selects:
         mask, intervals, rule, scores = _make_rule(
             bias, mask, intervals, keep, is_causal, query, key
         )
-    numerics = Numerics.from_arguments(scale, None, softcap, "saturate", deterministic)
+    sink_logits = options.pop("sink_logits")
+    numerics = Numerics.from_arguments(**options, softmax_scale=None, nonfinite="saturate")
     visible = Visible(mask, is_causal, intervals)
     out, statistics = attention(
         query, key, value, added, visible, numerics, rule=rule, scores=scores
     )
-    return with_lse(out, statistics, return_lse=False, sink_logits=s_aux)
+    return with_lse(out, statistics, return_lse=False, sink_logits=sink_logits)
+
+
+def checked_options(
+    query: torch.Tensor,
+    *,
+    scaling: float | None = None,
+    softcap: float | None = None,
+    deterministic: bool | None = None,
+    s_aux: torch.Tensor | None = None,
+    **others,
+) -> dict[str, object]:
+    """Returns keywords of transformers by their names in flash_dmattn_func. others: change nothing; the rest raise."""
+    check_keywords(others)
+    if s_aux is not None:
+        check_sink_logits(s_aux, query, "s_aux")
+    scale = None if scaling is None else resolve_scale(scaling, "scaling")
+    options = {"scale": scale, "softcap": softcap, "deterministic": deterministic}
+    return options | {"sink_logits": s_aux}
 
 
 def normalize_mask(
@@ -142,7 +138,7 @@ def normalize_mask(
     chooses: whether a choice of keys follows. The choice recognises intervals in a bool mask by itself.
     """
     query_length, key_length = query.shape[1], key.shape[1]
-    intervals = as_key_intervals(mask, query_length, key_length)
+    intervals = as_key_intervals(check_mask_type(mask), query_length, key_length)
     if mask is None or intervals is not None:
         return None, intervals, bias
     if mask.dim() == 0 or mask.shape[-1] != key_length:

@@ -123,6 +123,16 @@ def is_causal_mask(mask: object) -> bool:
     )
 
 
+def check_mask_type(
+    mask: Tensor | KeyIntervals | None,
+) -> Tensor | KeyIntervals | None:
+    if mask is None or isinstance(mask, (Tensor, KeyIntervals)):
+        return mask
+    raise TypeError(
+        f"attention_mask: got {type(mask).__name__}, expected a torch.Tensor, KeyIntervals or None"
+    )
+
+
 def has_queries(mask: Tensor | KeyIntervals | None) -> bool:
     """Whether a mask has a query dimension, and with it includes causality."""
     if isinstance(mask, KeyIntervals):

@@ -1,22 +1,52 @@
 """Sequences packed into the rows of a batch, as transformers describes them: by offsets, or by positions that begin
-again."""
+again. The functions of 1.x take them; under the names of attention implementations masks contain them."""
 
 from collections.abc import Mapping
 
 import torch
 import torch.nn.functional as F
 
-from ..._core.checks import check_count, check_positions, may_read
-from ...functional import flash_dmattn_varlen_func
-from ...keys.intervals import KeyIntervals, intersect
-from ...keys.patterns import sliding_window as window_of_rows
-from ...keys.recognise import refuse_negative, split_additive
-from .layer_call import (
+from .._core.checks import check_count, check_positions, may_read
+from ..functional import flash_dmattn_varlen_func
+from ..keys.intervals import KeyIntervals, intersect
+from ..keys.patterns import sliding_window as window_of_rows
+from ..keys.recognise import refuse_negative, split_additive
+from ._shared.layer_attention import attend_by_mask, checked_options
+from ._shared.layer_call import (
+    PACKED_KEYWORDS,
     PackedSequences,
     allows_all,
+    check_mask_type,
     intervals_of_documents,
+    packed_keywords,
     sequences_of_offsets,
 )
+
+
+def attend_by_mask_or_sequences(
+    states: tuple[torch.Tensor, torch.Tensor, torch.Tensor],
+    mask: torch.Tensor | KeyIntervals | None,
+    is_causal: bool,
+    bias: torch.Tensor | None,
+    keep: int | None,
+    *,
+    sliding_window: int | None = None,
+    position_ids: torch.Tensor | None = None,
+    **keywords,
+) -> torch.Tensor:
+    """Does what `attend_by_mask` does, in packed sequences too. keywords: those of `attend_by_mask`, and PACKED_KEYWORDS."""
+    query, key, _ = states
+    packed = packed_keywords(keywords)
+    keywords = {name: x for name, x in keywords.items() if name not in PACKED_KEYWORDS}
+    selects = keep is not None and key.shape[1] > keep
+    visible = sequences_or_mask(
+        packed, position_ids, mask, query, key.shape[1],
+        sliding_window=sliding_window, is_causal=is_causal, selects=selects,
+    )  # fmt: skip
+    if not isinstance(visible, PackedSequences):
+        return attend_by_mask(states, visible, is_causal, bias, keep, **keywords)
+    options = checked_options(query, **keywords)
+    return attend_in_sequences(*states, bias, visible, keep, is_causal=is_causal, **options)
 
 
 def is_key_mask(mask: torch.Tensor | KeyIntervals, query_length: int, key_length: int) -> bool:
@@ -63,11 +93,7 @@ def sequences_or_mask(
         )
     elif mask is None:
         pass
-    elif not isinstance(mask, (torch.Tensor, KeyIntervals)):
-        raise TypeError(
-            f"attention_mask: got {type(mask).__name__}, expected a torch.Tensor, KeyIntervals or None"
-        )
-    elif is_key_mask(mask, length, key_length):
+    elif is_key_mask(check_mask_type(mask), length, key_length):
         refuse_negative(mask, None)
     else:
         return mask
