@@ -210,12 +210,9 @@ def flash_dmattn_varlen_func(
     cu_seqlens_k = cu_seqlens_k.to(torch.int32).contiguous()
     if same_offsets:
         cu_seqlens_q = cu_seqlens_k
+    offsets = {"cu_seqlens_k": cu_seqlens_k, "cu_seqlens_q": cu_seqlens_q}
     refuse_transforms(
-        query=query,
-        key=key,
-        value=value,
-        attn_bias=attn_bias,
-        selection_scores=selection_scores,
+        query=query, key=key, value=value, attn_bias=attn_bias, selection_scores=selection_scores
     )
     query, key, value = query[None], key[None], value[None]
     saturate = numerics.saturate
@@ -229,35 +226,17 @@ def flash_dmattn_varlen_func(
     if scores is not None:
         scores = selection_scores_argument(scores, query, key)
     check_scores_have_rule(scores, rule)
-    intervals = _packed_intervals(
-        rule, scores, query, key, bias, is_causal, cu_seqlens_q, cu_seqlens_k, max_seqlen_k
-    )
+    intervals = _packed_intervals(rule, scores, query, key, bias, is_causal, offsets, max_seqlen_k)
     own_row = None
     if bias_delay and not same_offsets:
-        own_row = KeyPositions.from_arguments(
-            total_k, total_q, cu_seqlens_k=cu_seqlens_k, cu_seqlens_q=cu_seqlens_q
-        ).own_row
+        own_row = KeyPositions.from_arguments(total_k, total_q, **offsets).own_row
+    visible = Visible(intervals=intervals)
     out, statistics = run_backend(
-        query,
-        key,
-        value,
-        bias,
-        Visible(intervals=intervals),
-        numerics,
-        backend,
-        bias_delay,
-        own_row,
+        query, key, value, bias, visible, numerics, backend, bias_delay, own_row
     )
     if statistics is not None:
         statistics = statistics[:, 0]
-    return with_lse(
-        out[0],
-        statistics,
-        return_lse,
-        return_attn_probs,
-        sink_logits,
-        numerics.saturate,
-    )
+    return with_lse(out[0], statistics, return_lse, return_attn_probs, sink_logits, saturate)
 
 
 def _packed_intervals(
@@ -267,11 +246,13 @@ def _packed_intervals(
     key: Tensor,
     bias: Tensor | None,
     is_causal: bool,
-    cu_seqlens_q: Tensor,
-    cu_seqlens_k: Tensor,
+    offsets: dict[str, Tensor],
     max_seqlen_k: int | None,
 ) -> KeyIntervals:
-    """Returns the intervals of packed sequences. query: [1, total_q, Hq, D]; key: [1, total_k, Hkv, D]."""
+    """Returns the intervals of packed sequences. query: [1, total_q, Hq, D]; key: [1, total_k, Hkv, D].
+
+    offsets: cu_seqlens_k and cu_seqlens_q, by name.
+    """
     total_q, total_k = query.shape[1], key.shape[1]
     if rule is not None:
         rule.check_heads(key.shape[2])
@@ -286,17 +267,11 @@ def _packed_intervals(
             rule.check_causality(is_causal)
             rule, scores, key_mask = with_common_heads(rule, query, key, scores, key_mask)
             keys = KeyPositions.from_arguments(
-                total_k,
-                total_q,
-                cu_seqlens_k=cu_seqlens_k,
-                cu_seqlens_q=cu_seqlens_q,
-                key_mask=key_mask,
-                device=scores.device,
+                total_k, total_q, **offsets, key_mask=key_mask, device=scores.device
             )
             return select_at(keys, scores, rule, is_causal)
     return packed_documents(
-        cu_seqlens_k,
-        cu_seqlens_q=cu_seqlens_q,
+        **offsets,
         is_causal=is_causal,
         key_length=total_k,
         query_length=total_q,
