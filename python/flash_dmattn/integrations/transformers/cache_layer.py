@@ -164,7 +164,8 @@ class DynamicMaskLayer(CacheLayerMixin):
         options["return_lse"] = True
         self.prefetch()
         self._make_room(length)
-        if not self._pending.have_order(tokens) and not self.record_past:
+        is_in_order = tokens.present is None or not self._pending.have_order(tokens)
+        if is_in_order and not self.record_past:
             add = self.slots.step if length == 1 else self.slots.extend
             out, lse = add(query, *tokens[:3], key_mask=tokens.present, **options)
         elif length == 1 and not self.slots.pending and not self.record_past:
