@@ -76,10 +76,8 @@ def attend_with_keys(
     else:
         order, scores, visible = _token_order(rule, shown), used.scores.detach(), shown
         if order is not None:
-            scores, visible = (
-                order.align(scores, 2),
-                shown._replace(intervals=order.align_intervals(shown.intervals)),
-            )
+            scores = order.align(scores, 2)
+            visible = shown._replace(intervals=order.align_intervals(shown.intervals))
         if used.hides:
             visible = _choose_among_shown(query, key, rule, scores, visible, memo)
         if order is not None and bias is None:
