@@ -23,9 +23,9 @@ def scores_of_calls(monkeypatch):
     seen = []
     attend = integration.attend_with_keys
 
-    def watch(query, key, value, mask, used, **options):
+    def watch(query, key, value, mask, used, options):
         seen.append(used.scores.detach())
-        return attend(query, key, value, mask, used, **options)
+        return attend(query, key, value, mask, used, options)
 
     monkeypatch.setattr(integration, "attend_with_keys", watch)
     return seen
