@@ -45,10 +45,8 @@ def measure_sides(
 
 def measure_step(step: Callable[[], object], device: str, rounds: Rounds) -> Numbers:
     """Returns the time of a step, launches included, and on a GPU its kernels."""
-    ms, other = (
-        {"step": rounds.time_one(lambda: elapsed_ms(step, device))},
-        {"rounds": rounds.count},
-    )
+    ms = {"step": rounds.time_one(lambda: elapsed_ms(step, device))}
+    other = {"rounds": rounds.count}
     if device == "cuda":
         other["kernels"], ms["kernels"] = count_kernels(step)
     return ms, other

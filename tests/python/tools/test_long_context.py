@@ -3,15 +3,14 @@
 import importlib.util
 import json
 import os
+import runpy
 import sys
-from pathlib import Path
 from unittest import mock
 
 import pytest
 import torch.distributed as dist
 
 from processes import run_in_processes
-from python_process import run_forked
 
 pytest.importorskip("transformers.models.doge", reason="transformers with Doge is not installed")
 pytestmark = [
@@ -65,16 +64,19 @@ def test_losses_equal_whole_sequences_and_a_resumed_run(tmp_path):
         assert (tmp_path / "stopped" / "losses.png").stat().st_size > 0
 
 
+def run_program(rank, options):
+    import corpus
+    import long_context
+    from small_corpus import small_corpus
+
+    dist.destroy_process_group()  # the program makes its own
+    ranks = {"RANK": "0", "LOCAL_RANK": "0", "WORLD_SIZE": "1", "MASTER_ADDR": "localhost"}
+    os.environ.update(ranks, MASTER_PORT="0")
+    corpus.standard_library = small_corpus
+    with mock.patch.object(sys, "argv", ["long_context.py", *options]):
+        runpy.run_path(long_context.__file__, run_name="__main__")
+
+
 def test_program_starts_with_the_variables_of_torchrun(tmp_path):
-    program = Path(__file__).parents[3] / "examples" / "long_context.py"
-    options = [*SIZES, "--steps", "1", "--output", str(tmp_path)]
-    ranks = {"RANK": "0", "LOCAL_RANK": "0", "WORLD_SIZE": "1"}
-    run_forked(
-        f"import runpy, sys; sys.path[:] = {sys.path}; sys.argv[1:] = {options}\n"
-        "import corpus, small_corpus; corpus.standard_library = small_corpus.small_corpus\n"
-        f"runpy.run_path({str(program)!r}, run_name='__main__')",
-        **ranks,
-        MASTER_ADDR="localhost",
-        MASTER_PORT="0",
-    )
+    run_in_processes(1, run_program, [*SIZES, "--steps", "1", "--output", str(tmp_path)])
     assert [step["step"] for step in json.loads((tmp_path / "record.json").read_text())] == [0]
