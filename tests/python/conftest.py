@@ -12,7 +12,8 @@ def pytest_configure(config):
     """Interprets the Triton kernels where there is no GPU. Triton looks at the variable when they are defined."""
     if config.getoption("numprocesses", None) and not hasattr(config, "workerinput"):
         return  # the controller of pytest-xdist runs no tests and needs no torch
-    os.environ.setdefault("TORCHINDUCTOR_COMPILE_THREADS", "1")  # more start processes that cost more than they save
+    # Inductor's pool of processes costs more than all compilations here.
+    os.environ.setdefault("TORCHINDUCTOR_COMPILE_THREADS", "1")
     import torch
 
     if not torch.cuda.is_available():

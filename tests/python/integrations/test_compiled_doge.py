@@ -42,23 +42,9 @@ def loss_and_gradients(function, model, ids, inputs):
     return [loss, *torch.autograd.grad(loss, parameters, allow_unused=True)]
 
 
-CASES = {
-    "no_mask": ({}, {}),
-    "padding": ({}, {"attention_mask": left_padding(B, S, 4)}),
-    "packed": ({}, {"position_ids": torch.cat([torch.arange(13), torch.arange(7)])[None]}),
-    "few_keys": ({"keep_window_size": 64}, {"attention_mask": left_padding(B, S, 4)}),
-    "sliding_window": ({"sliding_window": 8}, {}),
-}
-
-
-# Operators for selection within documents and for queries that see no key, and the cases that must not call them.
-RANKS, BLIND = "argsort", "scatter_add_"
-ABSENT = {"no_mask": {RANKS, BLIND}, "padding": {RANKS}, "packed": {BLIND}}
-
-
 def inputs_of_length(name, length):
     """Returns the inputs of a case for two rows of the given length."""
-    if name in ("padding", "few_keys"):
+    if name == "padding":
         return {"attention_mask": left_padding(B, length, 4)}
     if name == "packed":
         positions = torch.cat([torch.arange(7), torch.arange(length - 7)])
@@ -66,37 +52,45 @@ def inputs_of_length(name, length):
     return {}
 
 
+# Operators for selection within documents and for queries that see no key. Their names are still these.
+RANKS, BLIND = "argsort", "scatter_add_"
+
+
 @pytest.mark.parametrize(
-    "name",
-    [
-        "padding",
-        *(pytest.param(name, marks=since_transformers_5) for name in ("no_mask", "packed")),
-    ],
+    ("name", "operators"),
+    [("padding", {BLIND}), pytest.param("packed", {RANKS}, marks=since_transformers_5)],
 )
-def test_compiled_training_equals_eager_and_has_only_operators_of_its_mask(name):
+def test_compiled_training_equals_eager_and_has_only_operators_of_its_mask(name, operators):
     torch._dynamo.reset()
-    options, inputs = CASES[name]
-    # Several layers share what is computed from a mask. The other cases test what a single layer computes.
-    model = make_model(**options, num_hidden_layers=2 if name == "padding" else 1)
-    ids = torch.randint(0, VOCABULARY, (B, S))
+    # Several layers share what is computed from a mask. The other case tests what a single layer computes.
+    model = make_model(num_hidden_layers=2 if name == "padding" else 1)
+    ids, inputs = torch.randint(0, VOCABULARY, (B, S)), inputs_of_length(name, S)
     loss, counter = training_of(model), CompileCounterWithBackend(BACKEND)
     compiled = torch.compile(loss, backend=counter, fullgraph=True)
     actual, expected = (loss_and_gradients(f, model, ids, inputs) for f in (compiled, loss))
     torch.testing.assert_close(actual, expected, rtol=1e-4, atol=1e-6)
     (graph,) = counter.graphs
-    if name in ABSENT and not IS_TRANSFORMERS_4:
+    if not IS_TRANSFORMERS_4:
         called = {str(node.target) for node in graph.graph.nodes}
-        expected = {RANKS, BLIND} - ABSENT[name]
-        assert {RANKS, BLIND} & called == expected  # their names are still these
+        assert {RANKS, BLIND} & called == operators
 
 
 # test_exported_program_equals_eager_and_needs_only_the_library has lengths without a mask.
 @since_transformers_5
-@pytest.mark.parametrize("name", sorted(CASES.keys() - {"no_mask"}))
-def test_lengths_share_one_graph(name):
+@pytest.mark.parametrize(
+    ("name", "options"),
+    [
+        ("padding", {"num_hidden_layers": 2}),
+        ("packed", {}),
+        ("sliding_window", {"sliding_window": 8}),
+    ],
+)
+def test_lengths_share_one_graph(name, options):
     torch._dynamo.reset()
-    counter = CompileCounter()
-    loss = training_of(make_model(**CASES[name][0], num_hidden_layers=1))
+    counter, model = CompileCounter(), make_model(**{"num_hidden_layers": 1} | options)
+    if name == "padding":  # the second layer keeps more keys than there are
+        model.model.layers[1].self_attn.keep_window_size = 64
+    loss = training_of(model)
     compiled = torch.compile(loss, backend=counter, fullgraph=True, dynamic=True)
     with torch.no_grad():
         for length in (11, 16, 40):
@@ -108,7 +102,7 @@ def test_lengths_share_one_graph(name):
 @since_transformers_5
 def test_exported_program_equals_eager_and_needs_only_the_library(tmp_path):
     """A process without this package's Python loads the operators' library and the program."""
-    model = make_model().eval()
+    model = make_model(num_hidden_layers=1).eval()
 
     class Logits(torch.nn.Module):
         def __init__(self):
@@ -124,6 +118,8 @@ def test_exported_program_equals_eager_and_needs_only_the_library(tmp_path):
         exported = torch.export.export(Logits(), (example,), dynamic_shapes=({1: length},))
         expected = model(ids, use_cache=False).logits
     torch.testing.assert_close(exported.module()(ids), expected)
+    called = " ".join(str(node.target) for node in exported.graph.nodes)
+    assert not any(operator.rstrip("_") in called for operator in (RANKS, BLIND))
     torch.export.save(exported, tmp_path / "program")
     torch.save(ids, tmp_path / "ids")
     library = next(p for p in torch.ops.loaded_libraries if p.endswith("_C.so"))

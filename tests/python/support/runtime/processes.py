@@ -8,6 +8,7 @@ import torch
 import torch.distributed as dist
 import torch.multiprocessing as mp
 
+
 def _run(rank, function, file, count, arguments):
     os.environ["OMP_NUM_THREADS"] = "1"
     torch.set_num_threads(1)
