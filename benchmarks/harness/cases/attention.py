@@ -40,7 +40,7 @@ def measure(
 
 def measure_steps(
     case: object, dtype: str, device: str, builders: dict[str, Callable[[], Step]], repeats: int
-) -> Iterator[dict | Failure]:
+) -> Iterator[Row | Failure]:
     """Yields a row for each side whose step can be built and run."""
     steps = {}
     torch._dynamo.reset()

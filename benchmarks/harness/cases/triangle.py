@@ -13,15 +13,15 @@ from torch.nn.attention.flex_attention import flex_attention
 from flash_dmattn import triangle_attention
 
 from ..clock import Step
+from ..record import Failure, Row
 from ..sides import imported
-from . import Failure
 from .attention import measure_steps
 
 _SIZES = {"cuda": (256, 384, 768), "cpu": (64,)}
 _HEADS, _HEAD_DIM = 4, 32
 
 
-def measure_rows(names: list[str], options: argparse.Namespace) -> Iterator[dict | Failure]:
+def measure_rows(names: list[str], options: argparse.Namespace) -> Iterator[Row | Failure]:
     for n in options.length or _SIZES[options.device]:
         for dtype in options.dtype:
             builders = {

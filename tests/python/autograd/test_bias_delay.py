@@ -15,15 +15,12 @@ from flash_dmattn.check.oracle import causal_elements
 from flash_dmattn.kernels import recorded_kernels
 
 
-def inputs(length_q=41, length_k=41, dtype=torch.float32, bias_heads=2, head_dim=16):
+def inputs(length_q=41, length_k=41, bias_heads=2, backend=""):
     torch.manual_seed(0)
-    shapes = [
-        (2, length_q, 4, head_dim),
-        (2, length_k, 2, head_dim),
-        (2, length_k, 2, head_dim),
-        (2, bias_heads, length_k),
-    ]
-    return [torch.randn(shape, dtype=dtype, requires_grad=True) for shape in shapes]
+    batch = 1 if backend == "triton" else 2  # interpreted, each row of a batch takes as long
+    key = (batch, length_k, 2, 16)
+    shapes = [(batch, length_q, 4, 16), key, key, (batch, bias_heads, length_k)]
+    return [torch.randn(shape, requires_grad=True) for shape in shapes]
 
 
 def assert_same(ours, expected, tensors, atol=2e-5):
@@ -43,7 +40,7 @@ def assert_same(ours, expected, tensors, atol=2e-5):
 )
 @pytest.mark.parametrize("backend", CPU_BACKENDS)
 def test_delayed_bias_equals_dense_attention(backend, delay, lengths, bias_heads, softcap):
-    tensors = inputs(*lengths, bias_heads=bias_heads)
+    tensors = inputs(*lengths, bias_heads, backend)
 
     def ours(q, k, v, bias):
         options = {"is_causal": True, "softcap": softcap, "backend": backend}
@@ -58,8 +55,8 @@ def test_delayed_bias_equals_dense_attention(backend, delay, lengths, bias_heads
 
 @pytest.mark.parametrize("backend", CPU_BACKENDS)
 def test_delayed_bias_that_all_keys_share_equals_dense_attention(backend):
-    q, k, v, _ = inputs()
-    bias = torch.randn(2, 2, 1, requires_grad=True)
+    q, k, v, _ = inputs(backend=backend)
+    bias = torch.randn(len(q), 2, 1, requires_grad=True)
 
     def ours(q, k, v, bias):
         options = {"is_causal": True, "backend": backend}
@@ -75,9 +72,9 @@ def test_delayed_bias_that_all_keys_share_equals_dense_attention(backend):
 
 @pytest.mark.parametrize("backend", CPU_BACKENDS)
 def test_delayed_bias_over_chosen_keys_equals_dense_attention(backend):
-    tensors = inputs()
-    padding = torch.ones(2, 41, dtype=torch.bool)
-    padding[1, :6] = False
+    tensors = inputs(backend=backend)
+    padding = torch.ones(len(tensors[0]), 41, dtype=torch.bool)
+    padding[-1, :6] = False
     rule = {"keep_window_size": 5, "recent_window": 4}
     chosen = select_key_intervals(tensors[3], **rule, key_mask=padding)
     seen = chosen.to_mask().repeat_interleave(2, 1)

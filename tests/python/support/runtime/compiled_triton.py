@@ -1,9 +1,9 @@
 """Compiles the Triton kernels for a GPU that is not in this machine: python compiled_triton.py hip gfx942 64 bfloat16 128 [fp32]
 
-With fp32 it leaves out the kernels that recompute in double, which take two thirds of the time, and ptxas, which spills registers but
-refuses nothing that the shared memory, known before it, does not. It prints the name of every
-kernel and the bytes of shared memory that it takes. It runs in a separate process, because Triton decides on import whether
-kernels are interpreted, and takes the GPU from one driver.
+With fp32 it leaves out the kernels that recompute in double, which take two thirds of the time, and ptxas, which refuses
+nothing more once the shared memory is known. It prints the name of every kernel and the bytes of shared memory that it takes.
+It runs in a separate process, because Triton decides on import whether kernels are interpreted, and takes the GPU from one
+driver.
 """
 
 import sys

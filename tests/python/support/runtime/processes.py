@@ -30,6 +30,6 @@ def run_in_processes(count, function, *arguments):
     """Calls function(rank, *arguments) in each of `count` processes, and raises their errors."""
     with tempfile.TemporaryDirectory() as folder:
         rest = function, f"{folder}/meeting", count, arguments
-        # A fork has what this process has imported, which takes seconds. CUDA and autograd's threads for it do not outlive a fork.
+        # A fork has the modules of this process, whose import takes seconds. CUDA does not survive a fork.
         method = "forkserver" if torch.cuda.is_available() else "fork"
         mp.start_processes(_run, rest, nprocs=count, start_method=method)
