@@ -34,7 +34,7 @@ except _metadata.PackageNotFoundError:  # used from a source tree
 def __getattr__(name: str):
     """Returns CPU_AVAILABLE, CUDA_AVAILABLE, TRITON_AVAILABLE or FLEX_AVAILABLE, determined at first use.
 
-    They are not determined at import, and are no part of __all__: once a process has initialised CUDA, its forked
+    They are not determined at import, and are not in __all__: once a process has initialised CUDA, its forked
     children cannot use the GPU.
     """
     backend, suffix, rest = name.partition("_AVAILABLE")

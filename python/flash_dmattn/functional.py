@@ -82,10 +82,10 @@ def flash_dmattn_func(
         elements [Sq, Sk] as mask[None, None].
     is_causal: query i sees keys up to i + Sk - Sq. False by default, unlike in select_key_intervals.
     key_intervals: the query rows to which each key is visible. A mask, if given, hides further elements.
-    keep_window_size, selection, recent_window, recent_competes, sink_tokens, score_threshold: the rule by whose scores a
-        query keeps keys, as in select_key_intervals: above all keep_window_size, how many. A row is one document unless
-        key_intervals separate documents. Query i is at position i + Sk - Sq: use flash_dmattn_varlen_func for packed
-        documents with fewer queries than keys.
+    keep_window_size, selection, recent_window, recent_competes, sink_tokens, score_threshold: the rule, as in
+        select_key_intervals: above all keep_window_size, the number of keys that a query keeps by their scores. A row
+        is one document unless key_intervals separate documents. Query i is at position i + Sk - Sq: use
+        flash_dmattn_varlen_func for packed documents with fewer queries than keys.
     selection_scores: the scores by which keep_window_size selects, one value per key: [B, H, Sk] or
         [B, H, 1, Sk]. By default the bias, which then must have one of these shapes. The selection has no
         gradient. If H = Hq > Hkv, each query head has its own selection. Key and value are then repeated for the query

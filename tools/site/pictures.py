@@ -1,7 +1,7 @@
 """MkDocs hook: draws the pictures of the site from the records of the benchmarks.
 
 A page names a picture by `<!-- picture NAME: what it shows -->`, which GitHub does not show. `python tools/site/pictures.py`
-draws the two pictures of README, which are in the repository. Text stays text, so that a picture is small.
+draws the picture of README, which is in the repository. Text stays text, so that a picture is small.
 """
 
 from __future__ import annotations
@@ -176,7 +176,7 @@ PICTURES: dict[str, Callable[[], plt.Figure]] = {
     "intervals": intervals, "slots": slots, "evicted": evicted,
     **{
         f"{name}-{along}-{value}": partial(panel, record, along, value)
-        for name, record, along in (("cpu", CPU, "seqlen"), ("gpu", GPU, "seqlen"), ("gpu", GPU, "window"))
+        for name, record, along in (("cpu", CPU, "seqlen"), ("gpu", GPU, "seqlen"))
         for value in _VALUES if sizes_of(sweep(record, along)) > 1
     },
 }  # fmt: skip

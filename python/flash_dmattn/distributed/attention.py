@@ -91,7 +91,7 @@ def context_parallel_dmattn(
         out = flash_dmattn_func(q, k, v, attn_bias=scores, is_causal=True, keep_window_size=2048)
 
     If ranks disagree on an argument that has to be the same, all ranks raise an error in a group's first call. In later
-    calls they may wait for each other for ever, unless check=True.
+    calls they may deadlock, unless check=True.
 
     query: [B, n, Hq, D]; key, value: [B, n, Hkv, D]: the tokens of this rank. n may differ between ranks (see
         `lengths`) and may be 0.
@@ -168,8 +168,7 @@ def begin_exchange(
     check: whether the ranks compare a hash of their arguments. None: in the group's first call, and in every call if
         torch.distributed debugs (TORCH_DISTRIBUTED_DEBUG=INFO or DETAIL); True: in every call; False: in no call. If
         the arguments differ, all ranks raise an error with their own. In a call that compares, the host waits for the
-        device. In a call that does not, ranks that disagree may wait for each other for ever. Ranks that disagree on
-        `check` may also wait for ever.
+        device. In a call that does not, ranks that disagree may deadlock, and so may those that disagree on `check`.
     stream: the CUDA stream that runs the exchange, forward and backward, while the current stream continues with other
         work (the projection of queries). `attend_to_pieces` waits for this stream. None: the current stream.
 

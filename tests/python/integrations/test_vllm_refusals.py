@@ -154,7 +154,7 @@ def test_missing_scores_raise(tmp_path):
         pass
 
 
-@pytest.mark.parametrize("version", ["0.25.1", "0.34.0", "1.0.0"])
+@pytest.mark.parametrize("version", ["0.25.1", "0.33.0", "1.0.0"])
 def test_other_versions_are_refused_with_the_reason(monkeypatch, version):
     registered = {}
     monkeypatch.setattr(vllm, "__version__", version)

@@ -175,11 +175,11 @@ def collectives_of(group) -> Collectives:
             f"group: got {type(group).__name__}, expected a ProcessGroup or a DeviceMesh that this rank is in"
         )
     if torch.compiler.is_compiling():
-        _make_wire_while_compiling(group.group_name)
-    return _known_wire(group)
+        _make_collectives_while_compiling(group.group_name)
+    return _collectives_of(group)
 
 
-def _known_wire(group: ProcessGroup) -> Collectives:
+def _collectives_of(group: ProcessGroup) -> Collectives:
     collectives = _collectives.get(group)
     if collectives is None:
         collectives = _collectives[group] = Collectives(group)
@@ -187,12 +187,12 @@ def _known_wire(group: ProcessGroup) -> Collectives:
 
 
 @torch.compiler.assume_constant_result
-def _make_wire_while_compiling(name: str) -> None:
+def _make_collectives_while_compiling(name: str) -> None:
     """Makes the group's Collectives now, in case compiled code is the first to use the group.
 
     Tracing may replace the group by a fake one, so the group is looked up by its name.
     """
-    _known_wire(dist.distributed_c10d._resolve_process_group(name))
+    _collectives_of(dist.distributed_c10d._resolve_process_group(name))
 
 
 def exchanged_bytes(group) -> Traffic:

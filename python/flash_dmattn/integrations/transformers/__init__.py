@@ -56,9 +56,8 @@ __all__ = [
 
 for _name in (*NAMES, DOGE_NAME, SCORED_NAME):
     AttentionInterface.register(_name, attention_forward)
-    is_named = _name in NAMES
     AttentionMaskInterface.register(
-        _name, registered_attention_mask if is_named else key_interval_mask
+        _name, registered_attention_mask if _name in NAMES else key_interval_mask
     )
 # At import, because from_pretrained(..., attn_implementation=NAME) calls nothing of this package before these methods.
 wrap_implementation_setter(resolve_name, {NAME: NAMES[-1]})

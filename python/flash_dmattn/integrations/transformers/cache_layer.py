@@ -16,7 +16,7 @@ from .token_order import PendingTokens, ScoredTokens, TokenOrder, take_columns
 RECORDED_TOKENS = 128  # at least this many tokens can be dropped again
 
 
-class KeyOffset(int):
+class OffsetWithLayer(int):
     """The offset of a mask's keys: the number of tokens in a layer. A mask function finds the layer through it."""
 
     layer: "DynamicMaskLayer"
@@ -297,7 +297,7 @@ class DynamicMaskLayer(CacheLayerMixin):
         length = self.get_seq_length()
         if self.is_compileable or not may_read():
             return query_length, length
-        offset = KeyOffset(length)
+        offset = OffsetWithLayer(length)
         offset.layer = self
         return query_length, offset
 

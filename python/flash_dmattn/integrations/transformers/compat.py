@@ -1,5 +1,5 @@
 """Work-arounds for missing features of transformers, each with the versions that need it, the issue or pull request (#) of
-huggingface/transformers that it waits for or follows, and the condition for its removal.
+huggingface/transformers that it waits for or follows, if there is one, and the condition for its removal.
 
 Everything else goes through transformers' registries, `AttentionInterface` and `AttentionMaskInterface`, through subclasses of
 its classes, and through hooks and attributes of a model that the caller names. At import `wrap_implementation_setter` wraps two
@@ -22,7 +22,7 @@ from transformers.models.doge.modeling_doge import DogeModel
 # ---- The caches of models ---------------------------------------------------------------------------
 
 # The arguments of DogeModel.forward, in order. The cache is `past_key_values` in 4.57 to 5.23 and `cache` since 5.24, which
-# takes the old name until 5.40. No issue is known to us. Remove the old name when 5.24 is the oldest version.
+# takes the old name until 5.40. Remove the old name when 5.24 is the oldest version.
 MODEL_ARGUMENTS = tuple(inspect.signature(DogeModel.forward).parameters)[1:]
 CACHE = "cache" if "cache" in MODEL_ARGUMENTS else "past_key_values"
 CACHE_NAMES = ("cache", "past_key_values")
@@ -37,7 +37,7 @@ CROPS_TO_A_LENGTH = "max_length" in inspect.signature(Cache.crop).parameters
 FLAG_WITH_EVERY_MASK_IN_4 = ("decision_transformer", "gpt2") if CROPS_TO_A_LENGTH else ()
 
 # The base class of cache layers with states of convolutions and recurrences, or one without instances: the hybrid models of 4.57
-# have caches of their own. No issue is known to us. Remove when 4.57 is no longer supported.
+# have caches of their own. Remove when 4.57 is no longer supported.
 StateLayer = getattr(cache_utils, "LinearAttentionLayer", type("StateLayer", (), {}))
 
 
@@ -148,14 +148,14 @@ def wrap_implementation_setter(
 
 def can_set_implementation(model: PreTrainedModel) -> bool:
     """Whether transformers lets the layers of a model have another implementation than eager attention, 4.57 to 5.24: they look
-    it up in the registry. No issue is known to us. Remove when a public function says it."""
+    it up in the registry. Remove when a public function says it."""
     return model._can_set_attn_implementation()
 
 
 def store_name(config: PretrainedConfig, name: str) -> None:
     """Sets the name of an implementation in one config alone.
 
-    4.57 to 5.24: the setter of `config._attn_implementation` reaches the configs of its parts. No issue is known to us. Remove
+    4.57 to 5.24: the setter of `config._attn_implementation` reaches the configs of its parts. Remove
     when the name is in the layers that it is for.
     """
     config._attn_implementation_internal = name
@@ -164,7 +164,7 @@ def store_name(config: PretrainedConfig, name: str) -> None:
 def own_config(model: torch.nn.Module) -> None:
     """Copies the configs that modules of a model hold. Another model may share them, and would change with them.
 
-    4.57 to 5.24: the name of an implementation is in the config. No issue is known to us. Remove when it is in the model.
+    4.57 to 5.24: the name of an implementation is in the config. Remove when it is in the model.
     """
     copies: dict[int, object] = {}
     for module in model.modules():

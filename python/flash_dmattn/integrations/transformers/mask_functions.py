@@ -16,7 +16,7 @@ from .._shared.layer_call import (
     check_known_keywords,
     intervals_of_documents,
 )
-from .cache_layer import KeyOffset
+from .cache_layer import OffsetWithLayer
 
 # The function of masks in which every query sees every key. 4.57 has none.
 _BIDIRECTIONAL = getattr(masking_utils, "bidirectional_mask_function", None)
@@ -69,7 +69,7 @@ def key_interval_mask(
             f"attention_mask: got {attention_mask.dtype} of shape {tuple(attention_mask.shape)}, expected bool or "
             "integers, nonzero for real tokens; as a bool an additive one would be its opposite"
         )
-    if isinstance(kv_offset, KeyOffset) and may_read():
+    if isinstance(kv_offset, OffsetWithLayer) and may_read():
         tokens = q_length if cache_position is None else cache_position.shape[0]
         kv_offset.layer.check_mask(attention_mask, tokens)
     if use_vmap:

@@ -7,7 +7,7 @@ from __future__ import annotations
 
 import logging
 
-SUPPORTED = ((0, 26), (0, 34))  # vLLM versions: the first is included, the last is not
+SUPPORTED = ((0, 26), (0, 33))  # vLLM versions: the first is included, the last is not
 _MODELS = {
     "DogeForCausalLM": "doge:DogeForCausalLM",
     "ScoredLlamaForCausalLM": "scored_llama:ScoredLlamaForCausalLM",

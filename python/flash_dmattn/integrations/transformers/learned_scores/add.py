@@ -50,7 +50,7 @@ def add_learned_scores(
     late: bool = False,
     attention: type[nn.Module] | tuple[type[nn.Module], ...] | None = None,
 ) -> nn.Module:
-    """Gives the attention layers of a pretrained decoder scores, by which queries keep keys.
+    """Gives the attention layers of a pretrained decoder scores, which select the keys that a query keeps.
 
         model = AutoModelForCausalLM.from_pretrained(...)
         add_learned_scores(model, keep_window_size=1024, recent_window=256, sink_tokens=4)

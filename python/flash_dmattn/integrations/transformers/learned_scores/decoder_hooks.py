@@ -1,7 +1,7 @@
 """Hooks of decoders with scored layers.
 
 They pass the layers pieces of sequences, and masks of causality or packed texts, which transformers would make as tensors of all
-(query, key) pairs: from functions that nobody can look into, and in compiled code that reads no values.
+(query, key) pairs: from opaque functions, and in compiled code that reads no values.
 """
 
 from __future__ import annotations

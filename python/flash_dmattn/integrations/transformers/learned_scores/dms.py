@@ -115,7 +115,7 @@ class QueryChannel(nn.Module):
         self.group = config.num_attention_heads // config.num_key_value_heads
 
     def attach(self, layer: nn.Module) -> None:
-        self.layer = (layer,)  # which is no part of this module
+        self.layer = (layer,)  # a tuple, so that it is no submodule
         module = getattr(layer, "q_norm", layer.q_proj)
         self.query_hook = module.register_forward_hook(self.take)
 

@@ -1,7 +1,7 @@
 """Attention layers of transformers that give their keys scores.
 
-A layer gets a module `scorer`, `scoring`, which says how the scores are used, and two hooks. Before its forward the first hook adds a `ScoreCall` to
-the keywords, which the layer passes on to the attention function.
+A layer gets a module `scorer`, `scoring`, which says how the scores are used, and two hooks. Before its forward the first hook
+adds a `ScoreCall` to the keywords, which the layer passes on to the attention function.
 """
 
 from __future__ import annotations
