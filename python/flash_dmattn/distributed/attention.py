@@ -17,7 +17,7 @@ from ..keys.rule import SelectionRule
 from ..keys.visible import Visible
 from ..scores import with_zero_sum_gradient
 from ._exchange.arguments import AttendOptions, ExchangeArguments, ExchangeCall
-from ._exchange.collectives import Collectives, collectives_of
+from ._exchange.collectives import Collectives, Group, collectives_of
 from ._exchange.earlier_keys import PrependEarlierKeys
 from ._exchange.pieces import Boundary, shown_in_piece
 from ._exchange.traced import select_in_piece
@@ -53,7 +53,7 @@ def context_parallel_dmattn(
     value: Tensor,
     scores: Tensor,
     *,
-    group,
+    group: Group,
     keep_window_size: int | Sequence[int],
     attn_bias: str | Tensor | None = "scores",
     scale: float | None = None,
@@ -126,7 +126,7 @@ def begin_exchange(
     value: Tensor,
     scores: Tensor,
     *,
-    group,
+    group: Group,
     keep_window_size: int | Sequence[int],
     attn_bias: str | Tensor | None = "scores",
     selection: str = "per_query",
@@ -185,7 +185,10 @@ def begin_exchange(
 
 
 def begin_call(
-    group, call: ExchangeCall, query: Tensor | None = None, options: AttendOptions | None = None
+    group: Group | Collectives,
+    call: ExchangeCall,
+    query: Tensor | None = None,
+    options: AttendOptions | None = None,
 ) -> ExchangedKeys:
     """Does what `begin_exchange` does, and checks and compares what `attend_with_options` will get before the exchange.
 

@@ -20,7 +20,7 @@ from .._core.checks import (
 )
 from ..keys.positions import check_offsets
 from ._exchange.arguments import checked_offsets, checked_positions, offsets_of_positions
-from ._exchange.collectives import Collectives, collectives_of
+from ._exchange.collectives import Collectives, Group, collectives_of
 
 IGNORED = -100  # losses ignore tokens with this label
 
@@ -60,7 +60,7 @@ class ContextParallel:
     group: a ProcessGroup, or a DeviceMesh of one dimension.
     """
 
-    def __init__(self, group):
+    def __init__(self, group: Group):
         self.collectives = collectives_of(group)
 
     def __deepcopy__(self, memo: dict) -> ContextParallel:

@@ -15,6 +15,8 @@ from torch.distributed.device_mesh import DeviceMesh
 
 from ..._core.checks import may_read, resolve_flag
 
+Group = ProcessGroup | DeviceMesh
+
 # torch 2.13 renamed all_gather_into_tensor to all_gather_single.
 _all_gather = getattr(dist, "all_gather_single", dist.all_gather_into_tensor)
 _ALIGNMENT = 16  # bytes; each part of a message is aligned, so that it can be viewed in its dtype
@@ -160,7 +162,7 @@ class Collectives:
 _collectives: WeakKeyDictionary[ProcessGroup, Collectives] = WeakKeyDictionary()
 
 
-def collectives_of(group) -> Collectives:
+def collectives_of(group: Group | Collectives) -> Collectives:
     """Returns the Collectives of a process group or of a device mesh of one dimension."""
     if isinstance(group, Collectives):
         return group
@@ -195,7 +197,7 @@ def _make_collectives_while_compiling(name: str) -> None:
     _collectives_of(dist.distributed_c10d._resolve_process_group(name))
 
 
-def exchanged_bytes(group) -> Traffic:
+def exchanged_bytes(group: Group) -> Traffic:
     """Returns the bytes that this rank has sent and received in calls of context parallelism, and its collectives.
 
     group: a ProcessGroup, or a DeviceMesh of one dimension.

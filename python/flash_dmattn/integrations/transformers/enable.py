@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+from typing import TYPE_CHECKING
+
 import torch
 from transformers import PreTrainedModel
 from transformers.models.doge.modeling_doge import (
@@ -39,6 +41,10 @@ from .model_state import (
 )
 from .scored_cache import check_cache
 
+if TYPE_CHECKING:
+    from torch.distributed import ProcessGroup
+    from torch.distributed.device_mesh import DeviceMesh
+
 _CACHE = "dynamic_mask"
 _DEFAULT_CACHE = "_flash_dmattn_cache"  # attribute of a model
 
@@ -48,7 +54,7 @@ def enable_flash_dmattn(
     *,
     round_scores_like_eager: bool = False,
     cache: str | None = None,
-    context_parallel=None,
+    context_parallel: ProcessGroup | DeviceMesh | None = None,
 ) -> torch.nn.Module:
     """Makes every Doge attention layer of a model choose its keys by intervals.
 
