@@ -68,8 +68,9 @@ def compare(options: argparse.Namespace) -> int:
     for one in records:
         print(f"{one.machine}, commit {one.commit}, {one.date}")
     before, after = ({(row.case, row.side, row.dtype): row for row in one.rows} for one in records)
-    for key in (key for key in after if key in before):
-        old, new = before[key], after[key]
+    for key, new in after.items():
+        if (old := before.get(key)) is None:
+            continue
         ratios = [
             f"{name} {was[name]:.4g} -> {x:.4g} ({x / was[name]:.3f})"
             for was, now in ((old.ms, new.ms), (old.other, new.other))

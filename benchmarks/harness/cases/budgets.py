@@ -4,7 +4,7 @@ keys for each head, and all keys. Weights and keys are random. On a GPU each tok
 from __future__ import annotations
 
 import argparse
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from functools import partial
 from statistics import fmean
 
@@ -15,7 +15,7 @@ from transformers import Cache, LlamaConfig, LlamaForCausalLM, StaticCache
 from flash_dmattn.integrations.transformers import DynamicMaskCache, add_learned_scores
 
 from ..clock import elapsed_ms
-from ..record import Row
+from ..record import Failure, Row
 from . import DTYPES, Numbers, measure_sides
 from .models import random_ids
 from .token import fill_with_random_keys, time_of_token
@@ -33,7 +33,7 @@ _LLAMA = {  # that of Llama-3.2-1B without its vocabulary, and a small one
 
 
 @torch.no_grad()
-def measure_rows(names: list[str], options: argparse.Namespace) -> Iterator[Row]:
+def measure_rows(names: list[str], options: argparse.Namespace) -> Iterator[Row | Failure]:
     device, sizes = options.device, _LLAMA[options.device]
     heads = f"H{sizes['num_attention_heads']} Hkv{sizes['num_key_value_heads']} D64"
     for length, texts in _SIZES[device]:
@@ -62,9 +62,7 @@ def _with_scores(device: str, length: int, texts: int, is_divided: bool) -> Numb
     caches = [DynamicMaskCache(model.config, static=device == "cuda") for _ in range(3)]
     prompt = _ms_of_prompt(model, caches, length)
     caches[0].batch_repeat_interleave(texts)
-    token = random_ids(device, texts).T.contiguous()
-    ms, other = time_of_token(model, caches[0], token, device, in_graph=device == "cuda")
-    return {"prompt": prompt} | ms, other
+    return _with_token(prompt, model, caches[0], device, texts)
 
 
 def _with_all_keys(device: str, length: int, texts: int) -> Numbers:
@@ -73,8 +71,12 @@ def _with_all_keys(device: str, length: int, texts: int) -> Numbers:
     prompt = _ms_of_prompt(model, caches[:3], length)
     cache = caches.pop()
     fill_with_random_keys(cache, model, texts, length)
+    return _with_token(prompt, torch.compile(model, fullgraph=True), cache, device, texts)
+
+
+def _with_token(prompt: float, forward: Callable, cache: Cache, device: str, texts: int) -> Numbers:
+    """Adds a token of each text to the milliseconds of a prompt."""
     token = random_ids(device, texts).T.contiguous()
-    forward = torch.compile(model, fullgraph=True)
     ms, other = time_of_token(forward, cache, token, device, in_graph=device == "cuda")
     return {"prompt": prompt} | ms, other
 
