@@ -70,7 +70,7 @@ class Tasks:
             fact, beginning = draw.choice(_TRAINING_FACTS)
             value = "".join(draw.choices(draw.choice((digits, digits, ascii_uppercase)), k=draw.randint(3, 7)))  # fmt: skip
             fact = fact.format(word, value)
-            again = beginning.format(word) + ("" if beginning[-1] == '"' else " ") + value
+            again = f"{beginning.format(word)} {value}"
             tokens += len(self._tokens(fact + again)) + 6
             if told and tokens > self.length // 2:
                 break
