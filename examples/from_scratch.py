@@ -26,7 +26,7 @@ from flash_dmattn import DynamicMaskAttention, ScoreBudget, flash_dmattn_func, s
 from flash_dmattn.budgets import collected_scores
 
 SIZES = {  # on a CPU, on a GPU
-    "context": (512, 8192, "tokens of a text"), "batch": (4, 8, "texts of a step"), "steps": (300, 1300, "of a training"),
+    "context": (512, 8192, "tokens of a text"), "batch": (4, 8, "texts of a step"), "steps": (300, 2000, "of a training"),
     "mean_keys": (96, 772, "of a head at the last token; keys of the window"), "recent": (32, 256, "keys of a learned rule"),
     "layers": (4, 8, "of the model"), "width": (128, 512, "features of a token"), "heads_q": (4, 4, "query heads"),
     "heads_kv": (2, 2, "key heads"), "head_dim": (32, 128, "features of a head"), "samples": (20, 40, "held-out texts"),
