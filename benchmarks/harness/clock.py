@@ -12,7 +12,7 @@ from dataclasses import dataclass
 import torch
 from torch import Tensor
 
-from flash_dmattn.check.memory import peak_bytes
+from .memory import peak_bytes
 
 # A GPU's clock follows its load with a delay. Without a warm-up, a case would run at the clock of the case before it.
 _SECONDS_OF_WARM_UP = 0.5

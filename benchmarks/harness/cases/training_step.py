@@ -11,7 +11,6 @@ import torch
 from torch import Tensor
 from torch.nn.attention import sdpa_kernel
 
-from flash_dmattn.check.memory import peak_bytes
 from flash_dmattn.integrations.transformers import (
     add_learned_scores,
     enable_flash_dmattn,
@@ -19,6 +18,7 @@ from flash_dmattn.integrations.transformers import (
 )
 
 from ..clock import Rounds, elapsed_ms
+from ..memory import peak_bytes
 from ..record import Failure, Row
 from ..sides import SDPA_BACKENDS
 from . import DTYPES, Numbers, measure_sides, measure_step, models

@@ -113,18 +113,6 @@ def compare_result(actual: Result, problem: Problem, saturate: bool = True) -> l
     return verdicts
 
 
-def assert_close(
-    name: str, actual: Tensor, expected: Tensor, yardstick: Tensor, largest_score: float = 1.0
-) -> None:
-    verdict = compare_tensor(name, actual, expected, yardstick, largest_score)
-    assert verdict.passed, verdict.message
-
-
-def assert_matches_oracle(actual: Result, problem: Problem, saturate: bool = True) -> None:
-    for verdict in compare_result(actual, problem, saturate):
-        assert verdict.passed, verdict.message
-
-
 def _rounded_range(expected: Tensor, dtype: torch.dtype, saturate: bool, gradient: bool) -> Tensor:
     """Replaces values beyond the range of `dtype` by the limit or infinity."""
     limit = torch.finfo(dtype).max

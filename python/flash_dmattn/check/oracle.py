@@ -144,19 +144,3 @@ def attention(problem: Problem, dtype: torch.dtype = torch.float64) -> Result:
         if dtype == torch.float64:
             result.dbias_terms = sum_to_shape(ds.square(), problem.bias.shape, heads_kv).sqrt()
     return result
-
-
-def select(scores: Tensor, window: int, allowed: Tensor) -> Tensor:
-    """Returns the keys that fewer than `window` allowed keys beat, bool [B, H, Sq, Sk].
-
-    scores: [B, H, Sk]. allowed: bool [B, H, Sq, Sk].
-    """
-    position = torch.arange(scores.shape[-1], device=scores.device)
-    a, b = scores[..., :, None], scores[..., None, :]
-    beats = (a > b) | ((a == b) & (position[:, None] > position))  # [.., j beats, j is beaten]
-    candidates = allowed & ~scores.isnan()[:, :, None]
-    return candidates & (candidates.float() @ beats.float() < window)
-
-
-def causal_elements(seqlen_q: int, seqlen_k: int) -> Tensor:
-    return torch.ones(seqlen_q, seqlen_k, dtype=torch.bool).tril(seqlen_k - seqlen_q)

@@ -14,9 +14,9 @@ from flash_dmattn import (
     sliding_window,
 )
 from flash_dmattn.check.compare import GRADIENT_LIMIT
-from flash_dmattn.check.oracle import causal_elements
 from flash_dmattn.keys.intervals import KeyIntervals
 from flash_dmattn.merge import add_sink
+from rules_by_definition import causal_elements
 
 
 def inputs(dtype=torch.float32, length=37, heads=(2, 1), batch=2, head_dim=16):

@@ -8,13 +8,14 @@ import torch
 from biases_that_mask import check_bias_that_masks, problem_of
 from flash_dmattn import flash_dmattn_func, flex_dmattn_func, select_key_intervals
 from flash_dmattn.check.cases import CASES, make_case, run
-from flash_dmattn.check.compare import assert_close, assert_matches_oracle
-from flash_dmattn.check.oracle import Problem, attention, causal_elements
+from flash_dmattn.check.oracle import Problem, attention
 from flash_dmattn.check.run import is_refusal
 from gpu import on_cpu, on_gpu
 from largest_tensor import LargestTensor
 from nonfinite_table import ROWS, expected, make_inputs
 from nonfinite_table import assert_close as assert_like_the_table
+from problem_calls import assert_close, assert_matches_oracle
+from rules_by_definition import causal_elements
 
 ON_GPU = torch.cuda.is_available()
 DEVICE = "cuda" if ON_GPU else "cpu"

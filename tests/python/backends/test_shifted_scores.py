@@ -6,9 +6,9 @@ import pytest
 import torch
 
 from flash_dmattn import flash_dmattn_func, flex_dmattn_func, triton_dmattn_func
-from flash_dmattn.check.compare import assert_matches_oracle
 from flash_dmattn.check.oracle import Problem, Result, attention
 from gpu import on_cpu, on_gpu
+from problem_calls import assert_matches_oracle
 
 pytestmark = pytest.mark.filterwarnings(
     "ignore::RuntimeWarning"

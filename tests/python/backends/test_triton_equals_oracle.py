@@ -6,9 +6,10 @@ import torch
 from biases_that_mask import check_bias_that_masks
 from flash_dmattn._core import ops as _ops
 from flash_dmattn.check.cases import CASES, Case, make_case, run, shrink_case
-from flash_dmattn.check.compare import assert_matches_oracle
-from flash_dmattn.check.oracle import Problem, Result, select
+from flash_dmattn.check.oracle import Problem, Result
 from gpu import on_cpu, on_gpu
+from problem_calls import assert_matches_oracle
+from rules_by_definition import select
 
 triton = pytest.importorskip("triton")
 

@@ -15,10 +15,10 @@ from flash_dmattn import (
     select_key_intervals,
 )
 from flash_dmattn.check.cases import CASES, make_case, run
-from flash_dmattn.check.compare import assert_close, assert_matches_oracle
-from flash_dmattn.check.oracle import Problem, Result, attention, select
+from flash_dmattn.check.oracle import Problem, Result, attention
 from gpu import on_gpu
-from problem_calls import forward_and_backward
+from problem_calls import assert_close, assert_matches_oracle, forward_and_backward
+from rules_by_definition import select
 
 GPU_CASES = [
     pytest.param(name, marks=pytest.mark.slow if row["slow"] != "0" else ())

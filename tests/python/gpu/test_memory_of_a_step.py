@@ -4,11 +4,11 @@ import pytest
 import torch
 
 from flash_dmattn import flash_dmattn_func
-from flash_dmattn.check.memory import bytes_of, peak_bytes
 from flash_dmattn.integrations.modeling_flash_dynamic_mask_attention_utils import (
     _flash_dynamic_mask_attention_forward,
 )
 from flash_dmattn.kernels import recorded_kernels
+from harness.memory import bytes_of, peak_bytes
 
 
 def leaves_of(batch, heads_q, heads_kv, length, head_dim):

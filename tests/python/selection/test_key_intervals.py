@@ -15,7 +15,7 @@ from flash_dmattn import (
     select_key_intervals,
     sliding_window,
 )
-from flash_dmattn.check.oracle import causal_elements, select
+from rules_by_definition import causal_elements, select
 
 
 def test_repr_shows_shape_without_values():

@@ -7,9 +7,9 @@ from hypothesis import strategies as st
 
 from flash_dmattn import select_key_intervals
 from flash_dmattn._core import ops as _ops
-from flash_dmattn.check.oracle import causal_elements, select
 from flash_dmattn.keys import in_torch
 from largest_tensor import LargestTensor
+from rules_by_definition import causal_elements, select
 
 DEVICES = ["cpu"] + ["cuda"] * torch.cuda.is_available()
 

@@ -1,6 +1,6 @@
 import pytest
 
-from flash_dmattn.check import memory
+from harness import memory
 
 
 @pytest.fixture(autouse=True)

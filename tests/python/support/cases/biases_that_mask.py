@@ -3,9 +3,9 @@
 import torch
 
 from flash_dmattn.check.cases import to_device
-from flash_dmattn.check.compare import assert_matches_oracle
-from flash_dmattn.check.oracle import Problem, causal_elements, select
-from problem_calls import forward_and_backward
+from flash_dmattn.check.oracle import Problem
+from problem_calls import assert_matches_oracle, forward_and_backward
+from rules_by_definition import causal_elements, select
 
 # The forms of a call: a key bias, a dense bias, and keys selected by the bias or by separate scores.
 FORMS = ("keys", "elements", "chosen keys", "keys beside scores", "elements beside scores")

@@ -1,6 +1,7 @@
 """Defines which keys a query sees under a rule, by a comparison of each query, key and competitor."""
 
 import torch
+from torch import Tensor
 
 
 def visible_keys(
@@ -35,3 +36,19 @@ def visible_keys(
         kept |= age < rule.recent_window
     seen = same & present & kept
     return seen & (age >= 0) if is_causal else seen
+
+
+def select(scores: Tensor, window: int, allowed: Tensor) -> Tensor:
+    """Returns the keys that fewer than `window` allowed keys beat, bool [B, H, Sq, Sk].
+
+    scores: [B, H, Sk]. allowed: bool [B, H, Sq, Sk].
+    """
+    position = torch.arange(scores.shape[-1], device=scores.device)
+    a, b = scores[..., :, None], scores[..., None, :]
+    beats = (a > b) | ((a == b) & (position[:, None] > position))  # [.., j beats, j is beaten]
+    candidates = allowed & ~scores.isnan()[:, :, None]
+    return candidates & (candidates.float() @ beats.float() < window)
+
+
+def causal_elements(seqlen_q: int, seqlen_k: int) -> Tensor:
+    return torch.ones(seqlen_q, seqlen_k, dtype=torch.bool).tril(seqlen_k - seqlen_q)
