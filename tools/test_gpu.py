@@ -21,8 +21,10 @@ BUILD = ROOT / "build" / "cuda"
 SUITES = {
     "cuda": "C++ tests of the CUDA backend",
     "sanitizer": "small C++ tests under memcheck, racecheck, synccheck and initcheck",
-    "python": "`tests/python/gpu`",
+    "python": "Python tests of the CUDA backend",
 }
+# Those with tests on a GPU. The others import what a machine with a GPU need not have.
+FOLDERS = [f"tests/python/{folder}" for folder in ("gpu", "api", "autograd", "generation")]
 
 
 def main() -> int:
@@ -135,7 +137,7 @@ def run_python(jobs: str) -> tuple[int, int, int]:
         "PYTHONPATH": str(ROOT / "python"),
         "FLASH_DMATTN_LIBRARY": str(library),
     }
-    command = [sys.executable, "-m", "pytest", "-v", "tests/python/gpu", "--junitxml", report]
+    command = [sys.executable, "-m", "pytest", "-v", "-m", "gpu", *FOLDERS, "--junitxml", report]
     if importlib.util.find_spec("xdist"):
         command += ["--numprocesses", jobs]
     subprocess.run(command, cwd=ROOT, env=environment)

@@ -9,27 +9,31 @@ import torch
 import ragged_steps
 from flash_dmattn import KVSlots, RaggedBatch, extend_ragged
 from flash_dmattn.generation import ragged, ragged_batch
+from gpu import where_there_is_a_gpu
 from pool_rows import RULES, Place
 
 BACKENDS = [Place("cpu"), Place("reference", value_dim=5)]
 
 
-@pytest.mark.parametrize("place", BACKENDS, ids=lambda place: place.backend)
+def places(*on_cpu, **on_gpu):
+    """Parametrizes a test by these places and by both 16-bit dtypes on a GPU."""
+    dtypes = (torch.bfloat16, torch.float16)
+    on_gpu = where_there_is_a_gpu(*((Place("cuda", "cuda", dtype, **on_gpu),) for dtype in dtypes))
+    return pytest.mark.parametrize("place", [*on_cpu, *on_gpu], ids=str)
+
+
+@places(*BACKENDS)
 @pytest.mark.parametrize("rule", RULES, ids=str)
 def test_ragged_steps_equal_single_sequences(place, rule):
     ragged_steps.check_sequences_alone(place, rule, random.Random(1))
 
 
+@places(Place("cpu", value_dim=6))
 @pytest.mark.parametrize("rule", RULES, ids=str)
 @pytest.mark.parametrize("scores_are_bias", [True, False])
-def test_scores_as_bias_or_selection_equal_single_sequences(rule, scores_are_bias):
-    ragged_steps.check_sequences_alone(
-        Place("cpu", value_dim=6),
-        rule,
-        random.Random(2),
-        scores_are_bias=scores_are_bias,
-        softcap=3.0,
-    )
+def test_scores_as_bias_or_selection_equal_single_sequences(place, rule, scores_are_bias):
+    options = {"scores_are_bias": scores_are_bias, "softcap": 3.0}
+    ragged_steps.check_sequences_alone(place, rule, random.Random(2), **options)
 
 
 @pytest.mark.parametrize("rule", RULES, ids=str)
@@ -66,17 +70,19 @@ def test_sequence_has_same_bits_in_any_batch(rule, lengths):
 
 @pytest.mark.parametrize("rule", RULES, ids=str)
 @pytest.mark.parametrize("part", [ragged.PartSize(1, 128), ragged.PartSize(0, 6)], ids=str)
-@pytest.mark.parametrize("place", BACKENDS, ids=lambda place: place.backend)
+@places(*BACKENDS, value_dim=8)
 def test_padded_sequences_equal_single_sequences(place, part, rule, monkeypatch):
-    monkeypatch.setitem(ragged_batch._LENGTHS_TO_PAD, "cpu", 2)
-    monkeypatch.setitem(ragged_batch._CHUNK_PADDING, "cpu", 3)
-    monkeypatch.setitem(ragged._PART_SIZES, "cpu", part)
+    monkeypatch.setitem(ragged_batch._LENGTHS_TO_PAD, place.device, 2)
+    monkeypatch.setitem(ragged_batch._CHUNK_PADDING, place.device, 3)
+    monkeypatch.setitem(ragged._PART_SIZES, place.device, part)
     ragged_steps.check_sequences_alone(place, rule, random.Random(4))
 
 
 @pytest.mark.parametrize("rule", RULES, ids=str)
-@pytest.mark.parametrize("place", BACKENDS, ids=lambda place: place.backend)
-def test_padded_chunks_keep_the_keys_of_single_chunks(place, rule):
+@pytest.mark.parametrize("part", [ragged.PartSize(4, 4096), ragged.PartSize(0, 6)], ids=str)
+@places(*BACKENDS, value_dim=8)
+def test_padded_chunks_keep_the_keys_of_single_chunks(place, part, rule, monkeypatch):
+    monkeypatch.setitem(ragged._PART_SIZES, place.device, part)
     ragged_steps.check_kept_keys_of_padded_chunks(place, rule)
 
 

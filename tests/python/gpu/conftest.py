@@ -1,5 +1,7 @@
-"""Skips tests of the CUDA kernels where they cannot run. Each file is still imported, which checks its names and cases, and then
+"""Marks tests of the CUDA kernels, and skips them where they cannot run. Each file is still imported, which checks its names and cases, and then
 skipped as a whole before pytest makes its thousands of cases."""
+
+from pathlib import Path
 
 import pytest
 
@@ -15,3 +17,9 @@ class SkippedModule(pytest.Module):
 def pytest_pycollect_makemodule(module_path, parent):
     if REASON_WITHOUT_GPU:
         return SkippedModule.from_parent(parent, path=module_path)
+
+
+def pytest_collection_modifyitems(items):
+    for item in items:
+        if item.path.is_relative_to(Path(__file__).parent):
+            item.add_marker(pytest.mark.gpu)

@@ -1,14 +1,17 @@
 """The memory that a step on the GPU allocates in addition to inputs, results, gradients and their fp32 sums."""
 
+from functools import partial
+
 import pytest
 import torch
 
-from flash_dmattn import flash_dmattn_func
+from flash_dmattn import flash_dmattn_func, triangle_attention
 from flash_dmattn.integrations.modeling_flash_dynamic_mask_attention_utils import (
     _flash_dynamic_mask_attention_forward,
 )
 from flash_dmattn.kernels import recorded_kernels
 from harness.memory import bytes_of, peak_bytes
+from triangle_cases import draw, gradients
 
 
 def leaves_of(batch, heads_q, heads_kv, length, head_dim):
@@ -80,3 +83,12 @@ def test_long_sequence_needs_linear_memory():
     needed_bytes = bytes_of([*leaves, dout, *kept]) + 4 * 16 * length  # and lse
     on_top = (peak + bytes_of([*leaves, dout])) / needed_bytes - 1
     assert on_top <= 0.45, f"{100 * on_top:.1f} % on top of inputs, results and gradients"
+
+
+def test_triangle_attention_holds_gradients_of_a_part_of_rows():
+    """The bias and its gradient have 8 MiB. An expanded bias, or gradients of all rows at the same time, would have 1 GiB."""
+    inputs, mask = draw(1, 128, 1024, 1024, 4, 32, 32, torch.bfloat16, "cuda")
+    direction = torch.randn_like(inputs[0])
+    step = partial(gradients, triangle_attention, inputs, direction, mask)
+    step()
+    assert peak_bytes(step, "cuda")[0] < 768 * 2**20

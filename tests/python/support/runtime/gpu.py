@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+from functools import partial
+
 import pytest
 import torch
 
@@ -12,6 +14,19 @@ from python_process import run_python
 
 _CUDA = next(b for b in backends() if b.name == "cuda")
 REASON_WITHOUT_GPU = "" if _CUDA.available else _CUDA.reason
+_marked = partial(pytest.param, marks=pytest.mark.gpu)
+
+
+def where_there_is_a_gpu(*values):
+    """Returns the values as parameters of tests on a GPU, none where there is no GPU. A tuple has one value for each argument."""
+    return [
+        _marked(*v) if isinstance(v, tuple) else _marked(v)
+        for v in values
+        if not REASON_WITHOUT_GPU
+    ]
+
+
+devices = pytest.mark.parametrize("device", ["cpu", *where_there_is_a_gpu("cuda")])
 
 
 def on_gpu(value, device="cuda"):
