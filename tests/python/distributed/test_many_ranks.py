@@ -1,9 +1,9 @@
-"""Tests more ranks than processors, as threads of one process, and that the comparison notices mistakes."""
+"""Tests more ranks than processors, as threads of one process."""
 
 import pytest
 import torch
 
-from flash_dmattn.distributed import _exchange, begin_exchange
+from flash_dmattn.distributed import begin_exchange
 from ranks_as_threads import run_in_threads
 from sharded_cases import Case, cases, compare_with_one_process, in_one_process
 
@@ -42,8 +42,8 @@ def test_eight_ranks_equal_one_process(name):
 @pytest.mark.parametrize(
     "case",
     [
-        Case([6] * 64, 17, "ties", batch=1),
-        Case([4] * 24, 9, batch=1, rule={"recent_window": 7, "sink_tokens": 2}),
+        Case([3] * 25, 11, "ties", batch=1),
+        Case([3] * 14, 9, batch=1, rule={"recent_window": 7, "sink_tokens": 2}),
     ],
     ids=["window", "rule"],
 )
@@ -67,58 +67,3 @@ def test_default_exchange_sends_at_most_two_states(ranks, states):
 
     state = w * heads * (2 * d * 4 + 8)  # bytes of w keys of all heads with scores and positions
     assert max(run_in_threads(ranks, sent_by)) <= states * state
-
-
-def _skip_first(function):
-    return lambda self, route, *gradients: function(self, route, *(g * 0 for g in gradients))
-
-
-def _one_sum_less(function):
-    def add_rows(total, rows, places):
-        function(total, rows, torch.where(places == places.max(), -1, places))
-
-    return add_rows
-
-
-def _one_key_less(function):
-    def seen(*arguments):
-        places = function(*arguments)
-        return torch.where(places == places.max(), -1, places)
-
-    return seen
-
-
-def _other_order(function):
-    return lambda *arguments: function(*arguments).flip(-1)
-
-
-def _other_positions(function):
-    return lambda metadata: function(metadata) + (function(metadata) > 20).int()
-
-
-def _last_two(function):
-    return lambda self: self.rank >= self.ranks() - 2
-
-
-MUTANTS = {
-    "gradients are not returned": ("kinds.Direct.give_back", _skip_first, "ties"),
-    "gradients of two hops are not returned": ("kinds.TwoHops.give_back", _skip_first, "ties"),
-    "the last rank but one gives nothing": ("pieces.PieceOffsets.is_last", _last_two, "ties"),
-    "a gradient is not added": ("kinds._add_rows", _one_sum_less, "ties"),
-    "a rank loses its best keys": ("earlier_keys.keys_seen_before", _one_key_less, "ties"),
-    "a boundary loses a key": ("kinds.keys_seen_before", _one_key_less, "ties"),
-    "keys in another order": ("earlier_keys.keys_seen_before", _other_order, "all equal"),
-    "positions one off": ("kinds.position_of", _other_positions, "recent keys"),
-}
-
-
-@pytest.mark.parametrize("name", MUTANTS)
-def test_comparison_fails_for_a_mistake(name, monkeypatch):
-    path, broken, case = MUTANTS[name]
-    module, _, attribute = path.rpartition(".")
-    target = _exchange
-    for part in module.split("."):
-        target = getattr(target, part)
-    monkeypatch.setattr(target, attribute, broken(getattr(target, attribute)))
-    with pytest.raises(AssertionError):
-        compare(cases(4)[case], 4)

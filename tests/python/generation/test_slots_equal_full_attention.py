@@ -3,17 +3,16 @@
 The tests have only windows, and rules with recent keys, sinks, thresholds and windows per head.
 """
 
+import random
+
 import pytest
 import torch
-from hypothesis import given, settings
-from hypothesis import strategies as st
 
 from flash_dmattn import KVSlots, flash_dmattn_with_kvcache, select_key_intervals
+from gpu import devices, where_there_is_a_gpu
 from token_streams import (
     KINDS,
     NUMERICS,
-    PADDINGS,
-    TOLERANCE,
     Stream,
     check_drops,
     check_not_finite,
@@ -22,6 +21,8 @@ from token_streams import (
     check_speculation,
     check_split,
     check_with_kvcache,
+    drawn,
+    pieces_of,
 )
 
 BY_HEAD = {"recent_window": 3, "recent_competes": True, "sink_tokens": 1}
@@ -30,91 +31,56 @@ DELAYED = {"recent_window": 4, "sink_tokens": 2, "score_threshold": -0.5}
 EXAMPLES = pytest.mark.parametrize("window, rule", [(4, None), ((4, 2), BY_HEAD), (5, DELAYED)])
 
 
-@st.composite
-def rules(draw):
-    """Draws only a window in a third of the cases, otherwise a window (or one per head) and other parts of a rule
-    that shows some key."""
-    if draw(st.sampled_from([True, False, False])):
-        return draw(st.integers(1, 12)), None
-    window = draw(st.integers(0, 7) | st.tuples(st.integers(0, 7), st.integers(0, 7)))
-    rule = {
-        "recent_window": draw(st.integers(0, 8)),
-        "recent_competes": draw(st.booleans()),
-        "sink_tokens": draw(st.integers(0, 4)),
-        "score_threshold": draw(st.sampled_from([None, None, -0.5, 0.0, 1.0, float("inf")])),
-    }
-    if not (rule["recent_window"] or rule["sink_tokens"] or window not in (0, (0, 0))):
-        rule["recent_window"] = 1
-    return window, rule
+@devices
+@pytest.mark.parametrize("first", range(0, 160, 20))
+def test_any_split_equals_full_attention(first, device):
+    for seed in range(first, first + 20):
+        pieces, prefill = pieces_of(seed), random.Random(seed).randint(0, 12)
+        backend = "reference" if device == "cpu" and seed % 2 else ""
+        check_split(drawn(seed, prefill + sum(pieces), device), prefill, pieces, backend)
 
 
-STREAMS = {
-    "rule": rules(),
-    "kind": st.sampled_from(KINDS),
-    "padding": st.sampled_from(PADDINGS),
-    "seed": st.integers(0, 10**6),
-    "numerics": st.sampled_from(NUMERICS),
-    "value_dim": st.sampled_from([None, 3]),
-}
-DTYPES = st.sampled_from(list(TOLERANCE))
-
-
-def stream_of(length, rule, numerics, **options):
-    return Stream(length, rule[0], rule=rule[1], **numerics, **options)
-
-
-@settings(max_examples=300, deadline=None)
-@given(
-    **STREAMS,
-    pieces=st.lists(st.integers(1, 7), min_size=1, max_size=10),
-    prefill=st.integers(0, 12),
-    dtype=DTYPES,
-    backend=st.sampled_from(["", "reference"]),
-)
-def test_any_split_equals_full_attention(pieces, prefill, backend, **options):
-    check_split(stream_of(prefill + sum(pieces), **options), prefill, pieces, backend)
-
-
-@settings(max_examples=160, deadline=None)
-@given(
-    **STREAMS,
-    speculated=st.lists(
-        st.tuples(st.integers(1, 5), st.integers(0, 5), st.integers(0, 5)), min_size=1, max_size=8
-    ),
-)
-def test_speculation_with_rollback_equals_full_attention(speculated, **options):
+@devices
+@pytest.mark.parametrize("first", range(0, 80, 20))
+def test_speculation_with_rollback_equals_full_attention(first, device):
     """Rows accept different numbers of the pending tokens."""
-    stream = stream_of(sum(size for size, *_ in speculated), **options)
-    check_speculation(stream, speculated, options["seed"])
+    for seed in range(first, first + 20):
+        draw = random.Random(seed)
+        sizes = [draw.randint(1, 5) for _ in range(draw.randint(1, 8))]
+        speculated = [(size, draw.randint(0, 5), draw.randint(0, 5)) for size in sizes]
+        check_speculation(drawn(seed, sum(sizes), device), speculated, seed)
 
 
-@settings(max_examples=100, deadline=None)
-@given(
-    **STREAMS,
-    pieces=st.lists(st.tuples(st.integers(1, 5), st.integers(0, 3)), min_size=1, max_size=6),
-)
-def test_dropped_tokens_leave_no_trace(pieces, **options):
-    sizes, dropped = zip(*pieces, strict=True)
-    check_drops(stream_of(sum(sizes), **options), sizes, dropped)
+@devices
+@pytest.mark.parametrize("first", range(0, 40, 20))
+def test_dropped_tokens_leave_no_trace(first, device):
+    for seed in range(first, first + 20):
+        pieces, draw = pieces_of(seed), random.Random(seed)
+        check_drops(drawn(seed, sum(pieces), device), pieces, [draw.randint(0, 3) for _ in pieces])
 
 
-@settings(max_examples=100, deadline=None)
-@given(**STREAMS, begin=st.integers(1, 14), dtype=DTYPES)
-def test_ragged_rows_equal_single_rows(begin, **options):
-    check_ragged(stream_of(26, **options), begin, steps=12)
+@devices
+@pytest.mark.parametrize("first", range(0, 40, 20))
+def test_ragged_rows_equal_single_rows(first, device):
+    for seed in range(first, first + 20):
+        check_ragged(drawn(seed, 26, device), random.Random(seed).randint(1, 14), steps=12)
 
 
 PIECES = (1, 1, 9, 1, 13, 1, 1, 3)
 
 
+@devices
 @pytest.mark.parametrize("mode", ["all keys", "slots"])
 @pytest.mark.parametrize("layout", ["by token", "by head"])
-@pytest.mark.parametrize("kind", ["normal", "ties"])
-@pytest.mark.parametrize("padding", ["none", "left"])
-@pytest.mark.parametrize("numerics", NUMERICS, ids=str)
-def test_with_kvcache_equals_full_attention(mode, layout, kind, padding, numerics):
-    stream = Stream(30, 6, kind=kind, padding=padding, **numerics)
-    check_with_kvcache(stream, PIECES, mode, layout)
+@pytest.mark.parametrize("kind", KINDS)
+def test_with_kvcache_equals_full_attention(mode, layout, kind, device):
+    for seed in range(10):
+        stream = Stream(
+            sum(pieces := pieces_of(seed, most=13)), 1 + seed, kind=kind, padding=("none", "left")[seed // 2 % 2],
+            head_dim=16, dtype=(torch.bfloat16, torch.float16)[seed % 2] if device == "cuda" else torch.float32,
+            seed=seed, device=device, **NUMERICS[seed % len(NUMERICS)],
+        )  # fmt: skip
+        check_with_kvcache(stream, pieces, mode, layout)
 
 
 @pytest.mark.parametrize("mode", ["all keys", "slots"])
@@ -125,41 +91,15 @@ def test_with_kvcache_under_a_rule_equals_full_attention(mode, padding, window, 
     check_with_kvcache(stream, PIECES, mode, "by token")
 
 
+@devices
 @pytest.mark.parametrize("mode", ["all keys", "slots"])
 @pytest.mark.parametrize("dtype", [torch.float16, torch.bfloat16])
-def test_scores_mask_by_the_rule_of_float32(dtype, mode):
-    stream = Stream(30, 6, dtype=dtype, kind="low")
-    check_with_kvcache(stream, PIECES, mode, "by token")
-    check_split(stream, 5, (1, 1, 4, 1, 7, 11))
-    check_scores_that_mask(dtype)
-
-
-@pytest.mark.parametrize(
-    "name, other", [("scale", 0.5), ("softcap", 4.0), ("scores_are_bias", True)]
-)
-def test_each_option_changes_the_result(name, other):
-    """If an option had no effect, the other tests would prove nothing about it."""
-    stream = Stream(30, 6, scale=0.9, softcap=2.0, scores_are_bias=False)
-    stream.options[name] = other
-    with pytest.raises(AssertionError):
-        check_split(stream, 5, (1, 7, 1, 13))
-
-
-@pytest.mark.parametrize(
-    "part", ["recent_window", "recent_competes", "sink_tokens", "score_threshold"]
-)
-def test_each_part_of_a_rule_changes_the_result(part):
-    """If a part of a rule had no effect, the other tests would prove nothing about it."""
-    stream = Stream(40, 5, rule=DELAYED)
-    without = {
-        "recent_window": 0,
-        "recent_competes": True,
-        "sink_tokens": 0,
-        "score_threshold": None,
-    }
-    stream.rule[part] = without[part]
-    with pytest.raises(AssertionError):
-        check_split(stream, 5, (1, 7, 1, 13, 1, 1, 1, 1))
+def test_scores_mask_by_the_rule_of_float32(dtype, mode, device):
+    check_scores_that_mask(dtype, device)
+    for seed in range(4):
+        stream = Stream(30, 6, dtype=dtype, kind="low", seed=seed, device=device)
+        check_split(stream, 5, (1, 1, 4, 1, 7, 11))
+        check_with_kvcache(stream, PIECES, mode, "by token")
 
 
 def test_ragged_padded_full_cache_equals_single_rows():
@@ -194,11 +134,19 @@ def test_full_cache_equals_left_padding_of_zero(length, queries):
     torch.testing.assert_close(out, expected, atol=2e-6, rtol=0)
 
 
+NONFINITE = [("cpu", torch.float32, (9, 4, 8)), *where_there_is_a_gpu(*(
+    ("cuda", dtype, sizes) for dtype in (torch.bfloat16, torch.float16) for sizes in ((9, 4, 8), (30, 12, 64), (132, 100, 128))
+))]  # fmt: skip
+
+
 @pytest.mark.parametrize("mode", ["saturate", "propagate"])
 @pytest.mark.parametrize("name", ["q", "k", "v"])
 @pytest.mark.parametrize("value", [torch.nan, torch.inf, -torch.inf])
-def test_nonfinite_tokens_follow_the_mode(value, name, mode):
-    check_not_finite(Stream(9, 4, batch=1), name, value, mode)
+@pytest.mark.parametrize("device, dtype, sizes", NONFINITE, ids=str)
+def test_nonfinite_tokens_follow_the_mode(device, dtype, sizes, value, name, mode):
+    length, window, head_dim = sizes
+    stream = Stream(length, window, batch=1, head_dim=head_dim, dtype=dtype, device=device)
+    check_not_finite(stream, name, value, mode)
 
 
 @EXAMPLES

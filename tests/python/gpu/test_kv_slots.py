@@ -1,4 +1,4 @@
-"""KV caches on the GPU equal full attention for any split of a stream, in graphs, and on several streams and devices."""
+"""KV caches of many slots on the GPU equal full attention, also in graphs, and on several streams and devices."""
 
 import random
 
@@ -14,12 +14,12 @@ from token_streams import (
     RULES,
     Stream,
     check_drops,
-    check_not_finite,
     check_ragged,
-    check_scores_that_mask,
     check_speculation,
     check_split,
     check_with_kvcache,
+    drawn,
+    pieces_of,
 )
 
 DEVICE = "cuda"
@@ -29,38 +29,6 @@ needs_two_gpus = pytest.mark.skipif(
 
 
 DTYPES = (torch.bfloat16, torch.float16)
-
-
-def drawn(seed, length, device=DEVICE):
-    """Returns a stream with random tokens and random options."""
-    draw = random.Random(seed)
-    window = draw.randint(1, 12)
-    return Stream(
-        length, draw.choice((window, window, (window, window // 2))), kind=draw.choice(KINDS),
-        padding=draw.choice(PADDINGS), head_dim=16, value_dim=draw.choice((8, 16)), dtype=draw.choice(DTYPES),
-        seed=seed, device=device, rule=draw.choice(RULES), **draw.choice(NUMERICS),
-    )  # fmt: skip
-
-
-def pieces_of(seed, most=7):
-    draw = random.Random(seed)
-    return [draw.randint(1, most) for _ in range(draw.randint(1, 8))]
-
-
-@pytest.mark.parametrize("first", range(0, 160, 20))
-def test_slots_of_any_split_equal_the_cpu(first):
-    for seed in range(first, first + 20):
-        pieces, prefill = pieces_of(seed), random.Random(seed).randint(0, 9)
-        check_split(drawn(seed, prefill + sum(pieces)), prefill, pieces)
-
-
-@pytest.mark.parametrize("dtype", DTYPES)
-def test_scores_mask_by_the_rule_of_float32(dtype):
-    check_scores_that_mask(dtype, DEVICE)
-    for seed in range(8):
-        stream = Stream(30, 6, dtype=dtype, kind="low", seed=seed, device=DEVICE)
-        check_split(stream, 5, (1, 1, 4, 1, 7, 11))
-        check_with_kvcache(stream, (1, 1, 9, 1, 13, 1, 1, 3), "all keys", "by token")
 
 
 @pytest.mark.parametrize("rule", RULES, ids=str)
@@ -153,60 +121,12 @@ def test_with_kvcache_with_many_slots_equals_cpu(mode, head_dim):
         check_with_kvcache(stream, [prefill, *pieces], mode, "by head")
 
 
-@pytest.mark.parametrize("mode", ["saturate", "propagate"])
-@pytest.mark.parametrize("name", ["q", "k", "v"])
-@pytest.mark.parametrize("value", [torch.nan, torch.inf, -torch.inf])
-def test_nonfinite_tokens_follow_the_mode(value, name, mode):
-    for dtype in DTYPES:
-        for length, window, head_dim in ((9, 4, 8), (30, 12, 64), (132, 100, 128)):
-            stream = Stream(
-                length, window, batch=1, head_dim=head_dim, dtype=dtype, device=DEVICE
-            )  # fmt: skip
-            check_not_finite(stream, name, value, mode)
-
-
-@pytest.mark.parametrize("first", range(0, 80, 20))
-def test_speculation_with_rollback_equals_cpu(first):
-    for seed in range(first, first + 20):
-        draw = random.Random(seed)
-        sizes = [draw.randint(1, 5) for _ in range(draw.randint(1, 6))]
-        speculated = [(size, draw.randint(0, 5), draw.randint(0, 5)) for size in sizes]
-        check_speculation(drawn(seed, sum(sizes)), speculated, seed)
-
-
-@pytest.mark.parametrize("first", range(0, 40, 20))
-def test_dropped_tokens_leave_no_trace(first):
-    for seed in range(first, first + 20):
-        pieces, draw = pieces_of(seed), random.Random(seed)
-        check_drops(drawn(seed, sum(pieces)), pieces, [draw.randint(0, 3) for _ in pieces])
-
-
-@pytest.mark.parametrize("first", range(0, 40, 20))
-def test_ragged_rows_equal_cpu(first):
-    for seed in range(first, first + 20):
-        check_ragged(drawn(seed, 24), random.Random(seed).randint(1, 10), steps=10)
-
-
 def test_head_without_slots_equals_cpu():
     for seed in range(4):
         padding, dtype = PADDINGS[seed % len(PADDINGS)], DTYPES[seed % 2]
         windows = ((6, 0), (0, 6))[seed // 2]
         stream = Stream(24, windows, dtype=dtype, padding=padding, seed=seed, device=DEVICE)
         check_ragged(stream, 8, steps=10)
-
-
-@pytest.mark.parametrize("mode", ["all keys", "slots"])
-@pytest.mark.parametrize("layout", ["by token", "by head"])
-@pytest.mark.parametrize("kind", KINDS)
-def test_with_kvcache_equals_cpu(mode, layout, kind):
-    for seed in range(10):
-        dtype = DTYPES[seed % 2]
-        pieces = pieces_of(seed, most=13)
-        stream = Stream(
-            sum(pieces), 1 + seed, kind=kind, padding=("none", "left")[seed // 2 % 2], head_dim=16,
-            dtype=dtype, seed=seed, device=DEVICE, **NUMERICS[seed % len(NUMERICS)],
-        )  # fmt: skip
-        check_with_kvcache(stream, pieces, mode, layout)
 
 
 # ---- CUDA graphs -----------------------------------------------------------------------------------

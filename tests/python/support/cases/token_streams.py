@@ -3,6 +3,8 @@
 The checks take a stream on any device, and run on it.
 """
 
+import random
+
 import torch
 
 from flash_dmattn import (
@@ -111,6 +113,35 @@ class Stream:
 
     def assert_close(self, out, expected):
         torch.testing.assert_close(out, expected, atol=self.atol, rtol=self.rtol)
+
+
+def drawn(seed, length, device="cpu"):
+    """Returns a stream with random tokens, options and rule: a third of the rules are only a window, the others show some key."""
+    draw = random.Random(seed)
+    least = int(device != "cpu")
+    windows = draw.randint(least, 7), draw.randint(0, 7)
+    window, rule = draw.choice((windows[0], windows)), None
+    if draw.random() < 1 / 3:
+        window = draw.randint(1, 12)
+    else:
+        rule = {
+            "recent_window": draw.randint(0, 8),
+            "recent_competes": draw.random() < 0.5,
+            "sink_tokens": draw.randint(0, 4),
+            "score_threshold": draw.choice((None, None, -0.5, 0.0, 1.0, float("inf"))),
+        }
+        if not (rule["recent_window"] or rule["sink_tokens"] or window not in (0, (0, 0))):
+            rule["recent_window"] = 1
+    return Stream(
+        length, window, rule=rule, kind=draw.choice(KINDS), padding=draw.choice(PADDINGS), head_dim=16,
+        value_dim=draw.choice((16, 8 if least else 3)), dtype=draw.choice(list(TOLERANCE)[least:]), seed=seed,
+        device=device, **draw.choice(NUMERICS),
+    )  # fmt: skip
+
+
+def pieces_of(seed, most=7):
+    draw = random.Random(seed)
+    return [draw.randint(1, most) for _ in range(draw.randint(1, 8))]
 
 
 def check_scores_that_mask(dtype, device="cpu"):
