@@ -236,9 +236,11 @@ def test_block_mask_lists_visible_blocks_and_needs_no_quadratic_tensor(kind):
             assert listed_full == whole and (listed_partial or listed_full or not block.any())
 
 
-# torch decides how numbers beyond fp32 inside a score behave.
+# torch decides how numbers beyond fp32 inside a score behave. Without a GPU one name is skipped.
 @needs_gpu
-@pytest.mark.parametrize("name", [n for n, row in CASES.items() if row["inputs"] != "limits"])
+@pytest.mark.parametrize(
+    "name", [n for n, row in CASES.items() if row["inputs"] != "limits"][: None if ON_GPU else 1]
+)
 def test_gpu_case_matches_oracle(name):
     try:
         assert_case(CASES[name])

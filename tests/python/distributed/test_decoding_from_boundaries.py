@@ -6,7 +6,7 @@ import torch.distributed as dist
 from hypothesis import HealthCheck, assume, given, settings
 
 from flash_dmattn import KVSlots
-from flash_dmattn.distributed import attend_to_pieces, begin_exchange, boundary, boundary_state
+from flash_dmattn.distributed import attend_to_pieces, begin_exchange, boundary_state
 from processes import run_in_processes
 from random_cases import random_cases
 from ranks_as_threads import run_in_threads
@@ -83,7 +83,7 @@ def test_decoding_after_pieces_equals_one_process():
 
 
 @settings(
-    max_examples=50, deadline=None, derandomize=True, suppress_health_check=[HealthCheck.too_slow]
+    max_examples=35, deadline=None, derandomize=True, suppress_health_check=[HealthCheck.too_slow]
 )
 @given(case=random_cases(biases=("scores", "none")))
 def test_decoding_after_random_pieces_equals_one_process(case):
@@ -92,21 +92,6 @@ def test_decoding_after_random_pieces_equals_one_process(case):
     run_in_threads(
         ranks, lambda collectives: compare_decoding(case, collectives, collectives.rank, ranks, 5)
     )
-
-
-def test_comparison_fails_where_a_key_is_missing(monkeypatch):
-    state = boundary._state_of_keys
-
-    def with_a_key_less(*arguments):
-        places, positions = state(*arguments)
-        return torch.where(places == places.max(), -1, places), positions
-
-    monkeypatch.setattr(boundary, "_state_of_keys", with_a_key_less)
-    case = dict(decodable_cases(2))["recent keys that do not compete"]
-    with pytest.raises(AssertionError):
-        run_in_threads(
-            2, lambda collectives: compare_decoding(case, collectives, collectives.rank, 2, 0)
-        )
 
 
 TOKENS, RECENT = 12, 4

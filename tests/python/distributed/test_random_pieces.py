@@ -9,7 +9,7 @@ from sharded_cases import compare_with_one_process, in_one_process
 
 
 @settings(
-    max_examples=60, deadline=None, derandomize=True, suppress_health_check=[HealthCheck.too_slow]
+    max_examples=40, deadline=None, derandomize=True, suppress_health_check=[HealthCheck.too_slow]
 )
 @given(
     case=random_cases(),

@@ -16,7 +16,7 @@ for needed in ("accelerate", "transformers"):
 pytest.importorskip("transformers", minversion="5")
 pytestmark = pytest.mark.skipif(not dist.is_available(), reason="torch without distributed")
 
-STEPS, BATCH = 6, 4
+STEPS, BATCH = 4, 4
 
 
 def scores_after_training(
@@ -84,21 +84,26 @@ def compare_with_one(rank, folder, way, losses, scores):
     torch.testing.assert_close(tensors, scores, rtol=1e-4, atol=1e-5)
 
 
-@pytest.mark.parametrize("way", CLASSES)
-def test_scores_of_two_processes_equal_one_process(way, tmp_path):
-    losses, scores, _ = scores_after_training(tmp_path / "one", BATCH)
+@pytest.fixture(scope="module")
+def trained(tmp_path_factory):
+    """Returns the losses and scores of one process."""
+    losses, scores, _ = scores_after_training(tmp_path_factory.mktemp("one"), BATCH)
     assert len(losses) == STEPS and losses[0] > 0
-    run_in_processes(2, compare_with_one, tmp_path, way, losses, scores)
+    return losses, scores
 
 
-def test_accumulated_steps_and_a_teacher_like_the_base_change_nothing(tmp_path):
-    expected = scores_after_training(tmp_path / "one", BATCH)[:2]
+@pytest.mark.parametrize("way", CLASSES)
+def test_scores_of_two_processes_equal_one_process(way, trained, tmp_path):
+    run_in_processes(2, compare_with_one, tmp_path, way, *trained)
+
+
+def test_accumulated_steps_and_a_teacher_like_the_base_change_nothing(trained, tmp_path):
     taught = scores_after_training(tmp_path / "taught", BATCH, has_teacher=True)[:2]
-    torch.testing.assert_close(taught, expected, rtol=0, atol=0)
+    torch.testing.assert_close(taught, trained, rtol=0, atol=0)
     losses_and_scores = scores_after_training(
         tmp_path / "two", BATCH // 2, gradient_accumulation_steps=2
     )[:2]
-    torch.testing.assert_close(losses_and_scores, expected, rtol=1e-4, atol=1e-5)
+    torch.testing.assert_close(losses_and_scores, trained, rtol=1e-4, atol=1e-5)
 
 
 def test_checkpointed_layers_draw_the_same_gates_again(tmp_path):

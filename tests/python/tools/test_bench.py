@@ -200,16 +200,16 @@ def test_sides_give_same_result(monkeypatch, kind, window):
 @pytest.mark.parametrize("kind", [kind for kind in KINDS if kind not in (DENSE, DENSE_MASKS)])
 def test_runs_for_cudnn_hold_the_visible_keys(kind, monkeypatch):
     monkeypatch.setattr(sides, "RECENT", 24)
-    case = Case(kind, 300, 16, 32, heads_q=4, heads_kv=2, batch=2)
+    case = Case(kind, 150, 16, 32, heads_q=4, heads_kv=2, batch=2)
     chosen = sides.draw(case, torch.float32, "cpu").chosen()
     ends = sides.ends_of_runs(chosen, case.batch, case.heads_q)
     heads = chosen.heads * (2 if chosen.heads > 1 else 1)
-    assert ends.shape[::2] == (heads, 600) and ends.shape[1] % 2 and ends.is_contiguous()
+    assert ends.shape[::2] == (heads, 300) and ends.shape[1] % 2 and ends.is_contiguous()
     assert (ends.diff(dim=1) >= 0).all()
-    keys = torch.arange(300)[:, None]
+    keys = torch.arange(150)[:, None]
     within = (ends.mT[:, :, None] <= keys).sum(-1) % 2 == 0  # [heads, B * N, N]
     expected = chosen.to_mask().expand(2, -1, -1, -1).repeat_interleave(heads // chosen.heads, 1)
-    assert torch.equal(within.unflatten(1, (2, 300)).transpose(0, 1), expected)
+    assert torch.equal(within.unflatten(1, (2, 150)).transpose(0, 1), expected)
 
 
 @pytest.mark.parametrize("kind, window", [(DENSE, None), (EVICTED, None), *((kind, 64) for kind in KINDS if kind != DENSE)])  # fmt: skip
