@@ -14,8 +14,6 @@ from doge_gradients import (
 from flash_dmattn.integrations.transformers import doge as integration
 from flash_dmattn.integrations.transformers import enable_flash_dmattn
 
-pytestmark = pytest.mark.transformers
-
 
 @pytest.fixture
 def scores_of_calls(monkeypatch):

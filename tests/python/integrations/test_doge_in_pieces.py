@@ -10,10 +10,7 @@ from doge_in_pieces import compare_generation, compare_step, make_doge, piece_lo
 from processes import run_in_processes
 
 pytest.importorskip("transformers.models.doge", reason="transformers with Doge is not installed")
-pytestmark = [
-    pytest.mark.transformers,
-    pytest.mark.skipif(not dist.is_available(), reason="torch without distributed"),
-]
+pytestmark = pytest.mark.skipif(not dist.is_available(), reason="torch without distributed")
 
 
 def compare_doge(rank, kind, **options):
