@@ -154,7 +154,7 @@ test-cuda-build: $(STAMPS)/tools $(STAMPS)/test $(STAMPS)/cuda build/googletest/
 	ctest --test-dir build/cuda --label-regex '^cuda$$' --output-on-failure
 	@tools/list_skipped.sh build/cuda
 	PYTHONPATH=python FLASH_DMATTN_LIBRARY=$(CURDIR)/build/cuda/bindings/torch/_C.so FLASH_DMATTN_TEST_CUDA_BUILD=1 \
-	  $(BIN)/python -m pytest tests/python/api/test_availability.py tests/python/gpu
+	  $(BIN)/python -m pytest -m gpu $(addprefix tests/python/,gpu api autograd generation)
 endif
 
 # Everything but GoogleTest is that of $(PYTHON): no .venv is made.

@@ -87,6 +87,7 @@ def test_default_is_best_backend(best, monkeypatch):
         assert function is flash_dmattn.flash_dmattn_func
 
 
+@pytest.mark.gpu
 @pytest.mark.skipif(
     "FLASH_DMATTN_TEST_CUDA_BUILD" not in os.environ, reason="not the build of make test-cuda-build"
 )
