@@ -5,7 +5,6 @@ from dataclasses import replace
 import pytest
 import torch
 
-from biases_that_mask import FORMS, check_bias_that_masks
 from flash_dmattn import (
     flash_dmattn_func,
     flash_dmattn_func_auto,
@@ -19,17 +18,6 @@ from flash_dmattn.check.oracle import Problem, Result, attention
 from gpu import on_gpu
 from problem_calls import assert_close, assert_matches_oracle, forward_and_backward
 from rules_by_definition import select
-
-
-@pytest.mark.parametrize("form", FORMS)
-@pytest.mark.parametrize("bias_dtype", [torch.float32, torch.bfloat16, torch.float16])
-@pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float16])
-def test_bias_masks_by_the_rule_of_its_dtype(dtype, bias_dtype, form):
-    # One length uses the kernels for few queries, the other exceeds their limit.
-    for length in (24, 150):
-        check_bias_that_masks(
-            flash_dmattn_func, form, dtype, bias_dtype, "cuda", lengths=(length, length + 114)
-        )
 
 
 def random_problem(seqlen, heads_q, heads_kv, head_dim, batch=1, dtype=torch.bfloat16):
