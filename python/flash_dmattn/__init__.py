@@ -17,6 +17,7 @@ from .generation.ragged_batch import RaggedBatch
 from .generation.with_kvcache import KVSlots, flash_dmattn_with_kvcache
 from .keys.intervals import KeyIntervals, intersect
 from .keys.patterns import from_padding, packed_documents, prefix_lm, sliding_window
+from .keys.rule import KeyRule
 from .keys.select import select_key_intervals, select_keys
 from .layers import DynamicMaskAttention, ScoreBudget
 from .merge import merge_attention
@@ -48,6 +49,7 @@ __all__ = [
     "DynamicMaskAttention",
     "KVSlots",
     "KeyIntervals",
+    "KeyRule",
     "RaggedBatch",
     "ScoreBudget",
     "backends",

@@ -31,7 +31,7 @@ class KeyBudgets:
 
     threshold: of all scores. An old key below it is hidden.
     caps: the most old keys of each head, [layers, heads]. If more keys are above the threshold, the best stay.
-    recent_window, sink_tokens: every head also sees these keys, as in select_key_intervals.
+    recent_window, sink_tokens: every head also sees these keys, as in KeyRule.
     length: the number of tokens at which the caps were measured.
     means: the mean number of old keys of each head above the threshold, [layers, heads], for several numbers of tokens.
     key_bytes: the memory of one key and its value in one head of each layer, in bytes.
@@ -268,7 +268,7 @@ def divide_scores(
     bound: float = 2.0,
     key_bytes: Sequence[int] = (),
 ) -> KeyBudgets:
-    """Divides one budget by the scores of sample texts of one length.
+    """Returns the division of one budget by the scores of sample texts of one length.
 
     Args:
         texts: the scores [H, S] of each layer, for each text.

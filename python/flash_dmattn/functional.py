@@ -9,6 +9,7 @@ from functools import partial
 
 import torch
 from torch import Tensor
+from typing_extensions import Unpack
 
 from ._core.availability import check_backend_runs, get_available_backends
 from ._core.checks import (
@@ -35,12 +36,13 @@ from ._dispatch import (
 from .keys.intervals import KeyIntervals
 from .keys.patterns import packed_documents
 from .keys.positions import KeyPositions, check_offsets
-from .keys.rule import SelectionRule
+from .keys.rule import RuleParts, SelectionRule, takes_rule
 from .keys.select import scores_and_mask, select_at, with_common_heads
 from .keys.visible import Visible
 
 
 @refuses_foreign_arguments
+@takes_rule
 def flash_dmattn_func(
     query: Tensor,
     key: Tensor,
@@ -55,18 +57,14 @@ def flash_dmattn_func(
     *,
     scale: float | None = None,
     keep_window_size: int | Sequence[int] | None = None,
-    selection: str = "per_query",
     selection_scores: Tensor | None = None,
-    recent_window: int = 0,
-    recent_competes: bool = False,
-    sink_tokens: int = 0,
-    score_threshold: float | None = None,
     bias_delay: int = 0,
     sink_logits: Tensor | None = None,
     key_intervals: KeyIntervals | None = None,
     nonfinite: str = "saturate",
     return_lse: bool = False,
     backend: str | None = None,
+    **rule: Unpack[RuleParts],
 ) -> Tensor | tuple[Tensor, Tensor] | tuple[Tensor, Tensor, None]:
     """Computes exact softmax attention over the visible keys, with an optional additive bias.
 
@@ -82,10 +80,9 @@ def flash_dmattn_func(
         elements [Sq, Sk] as mask[None, None].
     is_causal: query i sees keys up to i + Sk - Sq. False by default, unlike in select_key_intervals.
     key_intervals: the query rows to which each key is visible. A mask, if given, hides further elements.
-    keep_window_size, selection, recent_window, recent_competes, sink_tokens, score_threshold: the rule, as in
-        select_key_intervals: above all keep_window_size, the number of keys that a query keeps by their scores. A row
-        is one document unless key_intervals separate documents. Query i is at position i + Sk - Sq: use
-        flash_dmattn_varlen_func for packed documents with fewer queries than keys.
+    keep_window_size, rule: a KeyRule: above all the number of keys that a query keeps by their scores. A row is one document
+        unless key_intervals separate documents. Query i is at position i + Sk - Sq: use flash_dmattn_varlen_func for packed
+        documents with fewer queries than keys.
     selection_scores: the scores by which keep_window_size selects, one value per key: [B, H, Sk] or
         [B, H, 1, Sk]. By default the bias, which then must have one of these shapes. The selection has no
         gradient. If H = Hq > Hkv, each query head has its own selection. Key and value are then repeated for the query
@@ -122,9 +119,7 @@ def flash_dmattn_func(
     lse = -inf.
     """
     numerics = Numerics.from_arguments(scale, softmax_scale, softcap, nonfinite, deterministic)
-    rule = SelectionRule.from_arguments(
-        keep_window_size, selection, recent_window, recent_competes, sink_tokens, score_threshold
-    )
+    rule = SelectionRule.from_arguments(keep_window_size, rule)
     out, statistics = attention(
         query,
         key,
@@ -141,6 +136,7 @@ def flash_dmattn_func(
 
 
 @refuses_foreign_arguments
+@takes_rule
 def flash_dmattn_varlen_func(
     query: Tensor,
     key: Tensor,
@@ -159,17 +155,13 @@ def flash_dmattn_varlen_func(
     scale: float | None = None,
     attn_bias: Tensor | None = None,
     keep_window_size: int | Sequence[int] | None = None,
-    selection: str = "per_query",
     selection_scores: Tensor | None = None,
-    recent_window: int = 0,
-    recent_competes: bool = False,
-    sink_tokens: int = 0,
-    score_threshold: float | None = None,
     bias_delay: int = 0,
     sink_logits: Tensor | None = None,
     nonfinite: str = "saturate",
     return_lse: bool = False,
     backend: str | None = None,
+    **rule: Unpack[RuleParts],
 ) -> Tensor | tuple[Tensor, Tensor] | tuple[Tensor, Tensor, None]:
     """Computes flash_dmattn_func for sequences of different lengths that are packed one after the other.
 
@@ -180,12 +172,12 @@ def flash_dmattn_varlen_func(
     max_seqlen_q, max_seqlen_k: the lengths of the longest sequences. If cu_seqlens_q is cu_seqlens_k and there is no
         keep_window_size, max_seqlen_k saves a synchronisation on a GPU. If it is too small, keys are lost.
     attn_bias: [total_k, H], one value per key, added to its scores; H is Hq, Hkv or 1.
-    keep_window_size, selection, recent_window, recent_competes, sink_tokens, score_threshold: the rule, as in
-        select_key_intervals, within each sequence.
+    keep_window_size, rule: a KeyRule, which applies within each sequence.
     selection_scores: [total_k, H], the scores by which keep_window_size selects; by default attn_bias.
     bias_delay, sink_logits: as in flash_dmattn_func.
     block_table: not supported.
-    scale, softcap, deterministic, nonfinite, return_lse, return_attn_probs, backend: as in flash_dmattn_func.
+    is_causal, softmax_scale, scale, softcap, deterministic, nonfinite, return_lse, return_attn_probs, backend: as in
+        flash_dmattn_func.
 
     Returns out [total_q, Hq, Dv], or (out, lse [Hq, total_q]) with return_lse.
     """
@@ -219,9 +211,7 @@ def flash_dmattn_varlen_func(
     bias = _unpack_per_key(attn_bias, query, key, "attn_bias", saturate)
     if bias is not None:
         bias = bias_argument(bias, query, key, saturate)
-    rule = SelectionRule.from_arguments(
-        keep_window_size, selection, recent_window, recent_competes, sink_tokens, score_threshold
-    )
+    rule = SelectionRule.from_arguments(keep_window_size, rule)
     scores = _unpack_per_key(selection_scores, query, key, "selection_scores")
     if scores is not None:
         scores = selection_scores_argument(scores, query, key)

@@ -6,6 +6,7 @@ from collections.abc import Callable, Sequence
 
 import torch
 from torch import Tensor, nn
+from typing_extensions import Unpack
 
 from ._core.checks import (
     check_count,
@@ -28,7 +29,7 @@ from .budgets import (
 )
 from .functional import flash_dmattn_func
 from .generation.cache import KVSlots
-from .keys.rule import SelectionRule
+from .keys.rule import RuleParts, SelectionRule, takes_rule
 from .scores import bias_to_learn, make_scores, with_zero_sum_gradient
 
 SCORE_INPUTS = ("hidden", "value")
@@ -52,8 +53,7 @@ class DynamicMaskAttention(nn.Module):
         hidden_size: features of input and output.
         heads_q: query heads.
         heads_kv: key and value heads, by default heads_q.
-        keep_window_size, recent_window, recent_competes, sink_tokens, score_threshold: the rule, as in
-            `select_key_intervals`.
+        keep_window_size, rule: a `KeyRule`.
         head_dim: up to 256; by default hidden_size / heads_q.
         bias: whether the projections of queries, keys, values and output have one.
         score: "gate", "linear", "doge" or a function, as in `make_scores`.
@@ -64,6 +64,7 @@ class DynamicMaskAttention(nn.Module):
         device, dtype: device and dtype of the parameters.
     """
 
+    @takes_rule
     def __init__(
         self,
         hidden_size: int,
@@ -71,10 +72,6 @@ class DynamicMaskAttention(nn.Module):
         heads_kv: int | None = None,
         keep_window_size: int | Sequence[int] = 2048,
         *,
-        recent_window: int = 0,
-        recent_competes: bool = False,
-        sink_tokens: int = 0,
-        score_threshold: float | None = None,
         head_dim: int | None = None,
         bias: bool = False,
         score: str | Callable[[Tensor], Tensor] = "gate",
@@ -82,6 +79,7 @@ class DynamicMaskAttention(nn.Module):
         rope: Callable[[Tensor, Tensor, Tensor], tuple[Tensor, Tensor]] | None = None,
         device: torch.device | str | None = None,
         dtype: torch.dtype | None = None,
+        **rule: Unpack[RuleParts],
     ):
         super().__init__()
         heads_kv = heads_q if heads_kv is None else heads_kv
@@ -92,13 +90,7 @@ class DynamicMaskAttention(nn.Module):
                 raise ValueError(f"{name}: got 0, expected 1 or more")
         if heads_q % heads_kv:
             raise ValueError(f"heads_q: got {heads_q}, expected a multiple of heads_kv, {heads_kv}")
-        self.rule = SelectionRule(
-            keep_window_size,
-            recent_window=recent_window,
-            recent_competes=recent_competes,
-            sink_tokens=sink_tokens,
-            score_threshold=score_threshold,
-        ).checked_cache_rule()
+        self.rule = SelectionRule.of_keywords(keep_window_size, rule).checked_cache_rule()
         self.rule.check_heads(heads_kv)
         if head_dim is None:
             if hidden_size % heads_q:
@@ -130,6 +122,7 @@ class DynamicMaskAttention(nn.Module):
 
     @property
     def keep_window_size(self) -> int | tuple[int, ...]:
+        """Returns the window of all key heads, or of each."""
         return self.rule.keep_window_size
 
     def extra_repr(self) -> str:
@@ -141,7 +134,7 @@ class DynamicMaskAttention(nn.Module):
     def make_cache(
         self, batch: int, *, chunk: int = 128, dtype: torch.dtype | None = None
     ) -> KVSlots:
-        """Makes an empty cache for generation.
+        """Returns an empty cache for generation.
 
         batch: the number of rows. chunk: the maximum number of tokens in one call after the prompt.
         dtype: the dtype of keys and values, by default that of the weights. Under torch.autocast give its dtype.
@@ -326,8 +319,8 @@ class ScoreBudget:
         quantile: float = 0.99,
         bound: float = 2.0,
     ) -> KeyBudgets:
-        """Divides a budget by the scores of sample texts of one length, each an input of the model for one sequence, in the phase
-        that is set. The arguments are those of `budgets.divide_scores`."""
+        """Returns the division of a budget by the scores of sample texts of one length, each an input of the model for one
+        sequence, in the phase that is set. mean_keys, quantile, bound: as in `budgets.divide_scores`."""
         rule, scores = self.layers[0].rule, []
         for text in texts:
             with (

@@ -31,8 +31,10 @@ class Descriptions(griffe.Extension):
         if not cls.docstring:
             return
         names, title = {parameter.name for parameter in cls.parameters}, "Args:"
-        if "dataclass" in cls.labels:
-            names, title = set(cls.members), "Attributes:"
+        if "dataclass" in cls.labels or not names:  # a TypedDict has no constructor
+            parts = [cls, *(cls.module.members.get(str(base)) for base in cls.bases)]
+            names = {m for part in parts if isinstance(part, griffe.Class) for m in part.members}
+            title = "Attributes:"
         cls.docstring.value = in_sections(cls.docstring.value, names, title)
 
 

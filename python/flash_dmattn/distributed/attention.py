@@ -8,12 +8,13 @@ from typing import NamedTuple
 
 import torch
 from torch import Tensor
+from typing_extensions import Unpack
 
 from .._core.checks import may_read
 from .._dispatch import attention, with_lse
 from ..keys.in_torch import find_sinks
 from ..keys.intervals import KeyIntervals
-from ..keys.rule import SelectionRule
+from ..keys.rule import RuleParts, SelectionRule, takes_rule
 from ..keys.visible import Visible
 from ..scores import with_zero_sum_gradient
 from ._exchange.arguments import AttendOptions, ExchangeArguments, ExchangeCall
@@ -47,6 +48,7 @@ class ExchangedKeys(NamedTuple):
     check: bool | None = None  # the argument of `begin_exchange`
 
 
+@takes_rule
 def context_parallel_dmattn(
     query: Tensor,
     key: Tensor,
@@ -65,12 +67,7 @@ def context_parallel_dmattn(
     zero_sum: bool = False,
     return_lse: bool = False,
     backend: str | None = None,
-    selection: str = "per_query",
     is_causal: bool = True,
-    recent_window: int = 0,
-    recent_competes: bool = False,
-    sink_tokens: int = 0,
-    score_threshold: float | None = None,
     key_mask: Tensor | None = None,
     cu_seqlens: Tensor | Sequence[int] | None = None,
     position_ids: Tensor | None = None,
@@ -78,6 +75,7 @@ def context_parallel_dmattn(
     headroom: bool = False,
     exchange: str = "auto",
     check: bool | None = None,
+    **rule: Unpack[RuleParts],
 ) -> Tensor | tuple[Tensor, Tensor]:
     """Computes flash_dmattn_func over a sequence that is cut into one piece for each rank, in the order of ranks.
 
@@ -102,17 +100,13 @@ def context_parallel_dmattn(
     zero_sum: makes the gradient of the bias sum to 0 over the keys of each head, as DynamicMaskAttention and Doge do.
         (Do not pass the scores through with_zero_sum_gradient yourself: it would sum over the keys of one piece.)
     scale, softcap, deterministic, nonfinite, sink_logits, bias_delay, return_lse, backend: as in flash_dmattn_func.
-    keep_window_size, selection, is_causal, recent_window, recent_competes, sink_tokens, score_threshold, key_mask,
-        cu_seqlens, position_ids, lengths, headroom, exchange, check: as in `begin_exchange`.
+    keep_window_size, rule, is_causal, key_mask, cu_seqlens, position_ids, lengths, headroom, exchange, check: as in `begin_exchange`.
 
     Every rank of the group has to make the same calls in the same order. Every rank has to run backward, too, so the
     loss of every rank has to depend on `out`.
     """
-    rule = SelectionRule(
-        keep_window_size, selection, recent_window, recent_competes, sink_tokens, score_threshold
-    )
     call = ExchangeCall(
-        key, value, scores, rule, attn_bias, is_causal, key_mask, cu_seqlens, position_ids, lengths, headroom, exchange,
+        key, value, scores, SelectionRule.of_keywords(keep_window_size, rule), attn_bias, is_causal, key_mask, cu_seqlens, position_ids, lengths, headroom, exchange,
         nonfinite, check,
     )  # fmt: skip
     options = AttendOptions(
@@ -121,6 +115,7 @@ def context_parallel_dmattn(
     return attend_with_options(query, begin_call(group, call, query, options), options)
 
 
+@takes_rule
 def begin_exchange(
     key: Tensor,
     value: Tensor,
@@ -129,12 +124,7 @@ def begin_exchange(
     group: Group,
     keep_window_size: int | Sequence[int],
     attn_bias: str | Tensor | None = "scores",
-    selection: str = "per_query",
     is_causal: bool = True,
-    recent_window: int = 0,
-    recent_competes: bool = False,
-    sink_tokens: int = 0,
-    score_threshold: float | None = None,
     key_mask: Tensor | None = None,
     cu_seqlens: Tensor | Sequence[int] | None = None,
     position_ids: Tensor | None = None,
@@ -144,13 +134,15 @@ def begin_exchange(
     nonfinite: str = "saturate",
     check: bool | None = None,
     stream: torch.cuda.Stream | None = None,
+    **rule: Unpack[RuleParts],
 ) -> ExchangedKeys:
-    """Exchanges keys, the first of the two steps of context_parallel_dmattn. The exchange needs no query.
+    """Exchanges keys, the first of the two steps of context_parallel_dmattn, and returns them for `attend_to_pieces`. It needs
+    no query.
 
     key, value, scores, group, attn_bias: as in context_parallel_dmattn.
-    keep_window_size, recent_window, recent_competes, sink_tokens, score_threshold: the rule, as in select_key_intervals.
-        A threshold needs keep_window_size. A sliding window of W keys is keep_window_size=0, recent_window=W.
-    selection, is_causal: "per_query" and True; other values raise an error.
+    keep_window_size, rule: a KeyRule. A threshold needs keep_window_size. A sliding window of W keys is keep_window_size=0,
+        recent_window=W.
+    is_causal: True; False raises an error.
     key_mask: bool [B, n], False for padding.
     cu_seqlens: int [documents + 1] (or [B, documents + 1]), offsets of packed documents in the whole sequence, the same on all
         ranks. Tokens after the last offset are padding. A document may extend over any number of ranks.
@@ -174,11 +166,8 @@ def begin_exchange(
 
     `attend_to_pieces` compares its options in a collective of its own, according to `check`.
     """
-    rule = SelectionRule(
-        keep_window_size, selection, recent_window, recent_competes, sink_tokens, score_threshold
-    )
     call = ExchangeCall(
-        key, value, scores, rule, attn_bias, is_causal, key_mask, cu_seqlens, position_ids, lengths, headroom, exchange,
+        key, value, scores, SelectionRule.of_keywords(keep_window_size, rule), attn_bias, is_causal, key_mask, cu_seqlens, position_ids, lengths, headroom, exchange,
         nonfinite, check, stream,
     )  # fmt: skip
     return begin_call(group, call)

@@ -69,10 +69,12 @@ class ContextParallel:
 
     @property
     def rank(self) -> int:
+        """Returns this rank's number in the group."""
         return self.collectives.rank
 
     @property
     def size(self) -> int:
+        """Returns the number of ranks."""
         return self.collectives.size
 
     def shard(
@@ -169,7 +171,7 @@ class ContextParallel:
         return whole[:, self.rank * n : (self.rank + 1) * n].contiguous()
 
     def gather(self, local: Tensor, length: int | None = None) -> Tensor:
-        """Joins the pieces [B, n, ...] of all ranks to the whole [B, N, ...] on every rank. The result has no gradient.
+        """Returns on every rank the whole [B, N, ...] of the pieces [B, n, ...] of all ranks. The result has no gradient.
 
         length: N (`Piece.length`), if the pieces are padded.
         """
@@ -189,7 +191,7 @@ class ContextParallel:
         return whole if length is None else whole[:, :length]
 
     def mean(self, total: Tensor, count: Tensor | int) -> Tensor:
-        """Divides the sum of `total` over all ranks by the sum of `count`. Each rank's total gets a gradient.
+        """Returns the sum of `total` over all ranks divided by the sum of `count`. Each rank's total gets a gradient.
 
         DDP and FSDP average gradients over the R ranks, so this function multiplies the gradient by R: the average is
         then the gradient of the mean. A rank without labels has to call it as well, with a total of 0. If the counts

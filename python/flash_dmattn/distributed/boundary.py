@@ -6,26 +6,27 @@ from collections.abc import Sequence
 
 import torch
 from torch import Tensor
+from typing_extensions import Unpack
 
 from .._core.checks import check_count
 from ..generation.cache import KVSlots
 from ..keys.intervals import KeyIntervals
-from ..keys.rule import SelectionRule
+from ..keys.rule import RuleParts, SelectionRule, takes_rule
 from ._exchange.arguments import checked_lengths
-from ._exchange.collectives import collectives_of
+from ._exchange.collectives import Group, collectives_of
 from ._exchange.earlier_keys import take_rows
 from ._exchange.pieces import Boundary, PieceOffsets, keys_seen_before
 from .attention import ExchangedKeys, check_exchanged
 
 
+@takes_rule
 def boundary_places(
-    group,
+    group: Group,
     tokens: int,
     keep_window_size: int | Sequence[int],
     *,
-    recent_window: int = 0,
-    sink_tokens: int = 0,
     lengths: Sequence[int] | None = None,
+    **rule: Unpack[RuleParts],
 ) -> int:
     """Returns how many rows `headroom` leaves in front of a rank's keys and values.
 
@@ -33,9 +34,7 @@ def boundary_places(
     """
     collectives = collectives_of(group)
     check_count(tokens, "tokens")
-    rule = SelectionRule(
-        keep_window_size, "per_query", recent_window, True, sink_tokens
-    ).checked_rule()
+    rule = SelectionRule.of_keywords(keep_window_size, rule).checked_state_rule()
     pieces = PieceOffsets.from_lengths(
         collectives.rank, checked_lengths(lengths, collectives, tokens)
     )

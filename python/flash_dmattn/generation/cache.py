@@ -32,16 +32,17 @@ class KVSlots(HeldKeys):
     carries the score and position of its key. Between equal scores, the more recent key wins. A masked token
     has no key, but counts as a token. A token whose score is NaN has a key, which may be a sink or recent.
 
-    keep_window_size, recent_window, recent_competes, sink_tokens, score_threshold: the rule, as in select_key_intervals,
-        with one window for all kv heads or one for each. A head has sink_tokens + recent_window slots, and as many more
-        as its window. score_threshold needs keep_window_size, which limits how many keys the threshold may show; `capped`
-        counts the keys beyond this limit.
-    selection: "per_query".
+    batch, heads_kv, head_dim: the sizes B, Hkv and D.
+    keep_window_size, rule: a KeyRule, with one window for all kv heads or one for each. A head has sink_tokens + recent_window
+        slots, and as many more as its window. score_threshold needs keep_window_size, which limits how many keys the
+        threshold may show; `capped` counts the keys beyond this limit.
     chunk: the maximum number of pending tokens. `append` adds pending tokens (part of a prompt, or speculated tokens),
         queries see them, and `commit(n)` moves n of them to the slots and drops the others.
 
     value_dim: the head dimension Dv of values, 1 to head_dim; by default head_dim. Multi-head latent attention has
         smaller values than keys.
+    dtype: of keys and values, float32, bfloat16 or float16. device: of all tensors.
+    backend: "cuda", "cpu", "reference", or None for the first that supports the problem.
 
     All methods except `select`, `repeat` and `snapshot` change the tensors in place, wait for no device and can be
     captured in a CUDA graph. Rows of the batch are independent, and may have different numbers of tokens.
@@ -349,7 +350,8 @@ class KVSlots(HeldKeys):
     ) -> Tensor | tuple[Tensor, Tensor]:
         """Computes attention of the last n pending tokens, query [B, n, Hq, D], to the slots and the pending tokens.
 
-        Returns out [B, n, Hq, Dv], or (out, lse [B, Hq, n]) with return_lse. kept_tokens: as in `pending_intervals`.
+        Returns out [B, n, Hq, Dv], or (out, lse [B, Hq, n]) with return_lse. kept_tokens: as in `pending_intervals`. Other
+        arguments are as in `step`.
         """
         return_lse = resolve_flag(return_lse, "return_lse")
         numerics = Numerics.from_arguments(scale, None, softcap, nonfinite, None)

@@ -123,7 +123,7 @@ class RaggedBatch:
 
     @classmethod
     def of_rows(cls, rows: Tensor) -> RaggedBatch:
-        """Makes a decoding step in which token i goes to rows[i]. rows: int32 [tokens]; a negative number means no row.
+        """Returns a decoding step in which token i goes to rows[i]. rows: int32 [tokens]; a negative number means no row.
 
         Rows are not copied but read at each call, so that one CUDA graph can run with any rows.
         """

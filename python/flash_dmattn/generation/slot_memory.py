@@ -8,7 +8,7 @@ from math import prod
 
 import torch
 from torch import Tensor
-from typing_extensions import Self
+from typing_extensions import Self, Unpack
 
 from .._core import ops
 from .._core.checks import check_count, check_head_dim, check_tensor, resolve_backend
@@ -24,7 +24,7 @@ from .._core.kv_checks import (
     rows_on_host,
 )
 from .._dispatch import IN_PYTHON
-from ..keys.rule import SelectionRule
+from ..keys.rule import RuleParts, SelectionRule, takes_rule
 
 _ARRAYS = ("k", "v", "scores", "positions", "counts", "seen")
 _COUNTERS = 8  # the size of the last dimension of `counts`
@@ -46,6 +46,7 @@ class SlotMemory:
     rows: Tensor | None = None
     _pool: Self | None = None  # of a view: its cache, which alone knows about pending tokens
 
+    @takes_rule
     def __init__(
         self,
         batch: int,
@@ -54,15 +55,11 @@ class SlotMemory:
         head_dim: int,
         *,
         value_dim: int | None = None,
-        selection: str = "per_query",
-        recent_window: int = 0,
-        recent_competes: bool = False,
-        sink_tokens: int = 0,
-        score_threshold: float | None = None,
         chunk: int = 0,
         dtype: torch.dtype = torch.float32,
         device: torch.device | str | None = None,
         backend: str | None = None,
+        **rule: Unpack[RuleParts],
     ):
         for name, value in (
             ("batch", batch),
@@ -72,9 +69,7 @@ class SlotMemory:
             ("chunk", chunk),
         ):
             check_count(value, name)
-        self._set_rule(
-            heads_kv, keep_window_size, selection, recent_window, recent_competes, sink_tokens, score_threshold
-        )  # fmt: skip
+        self._set_rule(heads_kv, keep_window_size, rule)
         check_head_dim(head_dim, "head_dim: got")
         value_dim = head_dim if value_dim is None else value_dim
         check_value_dim(value_dim, head_dim)
@@ -103,6 +98,7 @@ class SlotMemory:
         self.seen = torch.zeros(batch, dtype=torch.int32, device=device)
 
     @classmethod
+    @takes_rule
     def from_tensors(
         cls,
         keep_window_size: int | Sequence[int],
@@ -113,20 +109,17 @@ class SlotMemory:
         counts: Tensor,
         seen: Tensor,
         *,
-        selection: str = "per_query",
-        recent_window: int = 0,
-        recent_competes: bool = False,
-        sink_tokens: int = 0,
-        score_threshold: float | None = None,
         pending: int = 0,
         backend: str | None = None,
+        **rule: Unpack[RuleParts],
     ) -> Self:
-        """Makes a cache over existing tensors, which it changes in place. It is empty if counts and seen are zeros.
+        """Returns a cache over existing tensors, which it changes in place. It is empty if counts and seen are zeros.
 
-        The shapes are those of the attributes of KVSlots. k and v have to hold finite numbers from the start, such as
-        zeros. Each row is dense, but rows may be any
-        distance apart, as in blocks of an engine's memory. With pending tokens, all tensors except k and v have to be
-        contiguous.
+        k, v, scores, positions, counts, seen: of the shapes of KVSlots' attributes. k and v have to hold finite numbers from
+            the start, such as zeros. Each row is dense, but rows may be any distance apart, as in blocks of an engine's
+            memory.
+        pending: the number of pending tokens. If there are any, all tensors except k and v have to be contiguous.
+        keep_window_size, rule, backend: as in KVSlots.
         """
         cache = object.__new__(cls)
         for name, tensor in zip(_ARRAYS, (k, v, scores, positions, counts, seen), strict=True):
@@ -135,9 +128,7 @@ class SlotMemory:
             setattr(cache, name, tensor)
         if counts.dim() != 3:
             raise ValueError(f"counts: got shape {tuple(counts.shape)}, expected [B, Hkv, 8]")
-        cache._set_rule(
-            cache.heads_kv, keep_window_size, selection, recent_window, recent_competes, sink_tokens, score_threshold
-        )  # fmt: skip
+        cache._set_rule(cache.heads_kv, keep_window_size, rule)
         equal = cache.rule.has_equal_heads()
         for name, tensor in (("k", k), ("v", v)):
             if tensor.dim() != (4 if equal else 3):
@@ -155,14 +146,14 @@ class SlotMemory:
         cache.pending, cache.is_empty = pending, False
         return cache
 
-    def _set_rule(self, heads_kv: int, *rule: object) -> None:
-        """Checks and stores a rule. rule: the fields of a SelectionRule, in order."""
-        self.rule = SelectionRule(*rule).checked_cache_rule()
+    def _set_rule(self, heads_kv: int, keep_window_size: object, rule: RuleParts) -> None:
+        self.rule = SelectionRule.of_keywords(keep_window_size, rule).checked_cache_rule()
         self.rule.check_heads(heads_kv)
         self._rule_arguments = self.rule.cache_arguments()
 
     @property
     def keep_window_size(self) -> int | tuple[int, ...]:
+        """Returns the window of all key heads, or of each."""
         return self.rule.keep_window_size
 
     @property
@@ -175,18 +166,22 @@ class SlotMemory:
 
     @property
     def heads_kv(self) -> int:
+        """Returns the number of key heads."""
         return self.counts.shape[1]
 
     @property
     def head_dim(self) -> int:
+        """Returns the head dimension of keys."""
         return self.k.shape[-1]
 
     @property
     def batch(self) -> int:
+        """Returns the number of rows, in a view that of its rows."""
         return self.k.shape[0] if self.rows is None else self.rows.shape[0]
 
     @property
     def chunk(self) -> int:
+        """Returns the maximum number of pending tokens."""
         if self._has_equal_heads:
             return self.k.shape[2] - self.places
         heads = self.heads_kv
@@ -194,6 +189,7 @@ class SlotMemory:
 
     @property
     def value_dim(self) -> int:
+        """Returns the head dimension of values."""
         return self.v.shape[-1]
 
     @property

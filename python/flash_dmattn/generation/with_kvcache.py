@@ -7,6 +7,7 @@ from typing import NamedTuple
 
 import torch
 from torch import Tensor
+from typing_extensions import Unpack
 
 from .._core import finite
 from .._core.availability import check_backend_runs
@@ -33,7 +34,7 @@ from .._core.kv_checks import (
 from .._core.numerics import Numerics
 from .._dispatch import IN_PYTHON, run_backend, with_lse
 from ..keys.intervals import KeyIntervals
-from ..keys.rule import SelectionRule
+from ..keys.rule import RuleParts, SelectionRule, takes_rule
 from ..keys.select import select_key_intervals
 from ..keys.visible import Visible
 from .cache import KVSlots
@@ -67,6 +68,7 @@ class _AllKeys(NamedTuple):
 
 
 @refuses_foreign_arguments
+@takes_rule
 def flash_dmattn_with_kvcache(
     query: Tensor,
     k_cache: Tensor,
@@ -82,16 +84,13 @@ def flash_dmattn_with_kvcache(
     key_mask: Tensor | None = None,
     cache_leftpad: Tensor | None = None,
     keep_window_size: int | Sequence[int] | None = None,
-    recent_window: int = 0,
-    recent_competes: bool = False,
-    sink_tokens: int = 0,
-    score_threshold: float | None = None,
     scale: float | None = None,
     softcap: float | None = None,
     scores_are_bias: bool = True,
     nonfinite: str = "saturate",
     return_lse: bool = False,
     backend: str | None = None,
+    **rule: Unpack[RuleParts],
 ) -> Tensor | tuple[Tensor, Tensor]:
     """Adds new tokens to a cache in place and attends causally to its keys: the last query sees the last key.
 
@@ -106,8 +105,7 @@ def flash_dmattn_with_kvcache(
         are written to the places from cache_seqlens on. None: the cache holds the new tokens already.
     cache_seqlens: int32 [B], the number of tokens of each row before the call. The call does not change it.
     cache_leftpad: int32 [B], the place where the tokens of each row begin.
-    keep_window_size, recent_window, recent_competes, sink_tokens, score_threshold: the rule that says which keys a
-        query sees, as in select_key_intervals. By default it sees all keys.
+    keep_window_size, rule: a KeyRule. By default a query sees all keys.
 
     **Slots** (slot_positions and slot_counts given): the tensors are those of a KVSlots cache under this rule. With equal
     windows, S = KVSlots.places + room for pending tokens. With different windows, k_cache, v_cache, score_cache and
@@ -135,13 +133,7 @@ def flash_dmattn_with_kvcache(
     _check_new_tokens(new, score_cache)
     backend = resolve_backend(backend)
     numerics = Numerics.from_arguments(scale, None, softcap, nonfinite, None)
-    rule = SelectionRule(
-        keep_window_size,
-        recent_window=recent_window,
-        recent_competes=recent_competes,
-        sink_tokens=sink_tokens,
-        score_threshold=score_threshold,
-    ).checked_rule()
+    rule = SelectionRule.of_keywords(keep_window_size, rule).checked_per_query()
     scores_are_bias = check_flag(scores_are_bias, "scores_are_bias")
     return_lse = resolve_flag(return_lse, "return_lse")
     if slot_counts is None and slot_positions is not None:

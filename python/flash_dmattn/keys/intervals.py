@@ -67,10 +67,12 @@ class KeyIntervals:
 
     @property
     def key_length(self) -> int:
+        """Returns the number of keys."""
         return self.intervals.shape[2]
 
     @property
     def heads(self) -> int:
+        """Returns the number of heads, 1 if all have the same intervals."""
         return self.intervals.shape[1]
 
     def fits(self, batch: int, heads: tuple[int, ...], key_length: int) -> bool:
@@ -84,7 +86,8 @@ class KeyIntervals:
         first, last = self.intervals.unbind(-1)
         return first < last
 
-    def to(self, device) -> KeyIntervals:
+    def to(self, device: torch.device | str) -> KeyIntervals:
+        """Returns these intervals on a device."""
         return self.with_intervals(self.intervals.to(device))
 
     def with_intervals(self, intervals: Tensor) -> KeyIntervals:

@@ -19,8 +19,10 @@ def sliding_window(
     device: torch.device | str | None = None,
     **positions,
 ) -> KeyIntervals:
-    """Shows every query its own position, the `window` - 1 positions before it and the `lookahead` positions after it.
+    """Returns intervals by which every query sees its own position, the `window` - 1 positions before it and the `lookahead`
+    positions after it.
 
+    key_length, query_length: the numbers of keys and queries, by default as many. device: of the intervals.
     positions: key_mask, cu_seqlens_k, cu_seqlens_q, key_positions and query_position, as in select_key_intervals.
     """
     check_count(window, "window")
@@ -39,8 +41,10 @@ def prefix_lm(
     device: torch.device | str | None = None,
     **positions,
 ) -> KeyIntervals:
-    """Shows the first `prefix_length` keys of each document to all of its queries, and its other keys causally.
+    """Returns intervals that show the first `prefix_length` keys of each document to all of its queries, and its other keys
+    causally.
 
+    key_length, query_length, device: as in sliding_window.
     prefix_length: an int, or an integer tensor [B].
     positions: key_mask, cu_seqlens_k, cu_seqlens_q, key_positions and query_position, as in select_key_intervals.
     """
@@ -69,7 +73,7 @@ def packed_documents(
     max_seqlen_k: int | None = None,
     **positions,
 ) -> KeyIntervals:
-    """Shows a query the keys of its own document only. Documents are packed one after the other.
+    """Returns intervals that show a query the keys of its own document only. Documents are packed one after the other.
 
     cu_seqlens_k, cu_seqlens_q: integer [documents + 1], rising from 0: where each document begins, and then the total.
         Rows of the batch may have documents of their own: [B, documents + 1]. Empty documents are allowed. cu_seqlens_q
@@ -103,7 +107,7 @@ def packed_documents(
 
 
 def from_padding(key_mask: Tensor, query_length: int | None = None, **positions) -> KeyIntervals:
-    """Hides padding from every query.
+    """Returns intervals that hide padding from every query.
 
     key_mask: bool [B, key_length], False for padding on any side.
     positions: cu_seqlens_k, cu_seqlens_q, key_positions and query_position, as in select_key_intervals.

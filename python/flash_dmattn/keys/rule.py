@@ -2,9 +2,10 @@
 
 from __future__ import annotations
 
+import inspect
 import math
-from collections.abc import Sequence
-from typing import NamedTuple
+from collections.abc import Callable, Sequence
+from typing import NamedTuple, TypedDict, get_type_hints
 
 from torch import Tensor
 
@@ -19,27 +20,73 @@ from .._core.numerics import check_number
 SELECTIONS = ("per_query", "global")
 
 
-class SelectionRule(NamedTuple):
-    """A rule. Its parts are arguments of the public functions, whose documentation describes them.
+class RuleParts(TypedDict, total=False):
+    """The parts of a `KeyRule` besides keep_window_size."""
 
-    The query at position t sees a present key at position j <= t when it is one of the first `sink_tokens` present keys,
-    or t - j < recent_window, or its score is not NaN, at or above `score_threshold`, and among the best
-    `keep_window_size` of the keys that compete: those with t - j >= delay(). Sinks never compete.
+    selection: str
+    recent_window: int
+    recent_competes: bool
+    sink_tokens: int
+    score_threshold: float | None
+
+
+class KeyRule(RuleParts, total=False):
+    """The rule that says which keys a query sees by their scores: keyword arguments of every function that takes `**rule`.
+
+        rule = KeyRule(keep_window_size=1024, recent_window=256, sink_tokens=4)
+        out = flash_dmattn_func(q, k, v, attn_bias=scores, is_causal=True, **rule)
+        cache = KVSlots(batch, heads_kv, head_dim=head_dim, **rule)
+
+    With causality, the query at position t sees a present key at position j <= t when
+        - it is one of the first `sink_tokens` present keys (of its document), or
+        - t - j < recent_window (the query's own key is one of these), or
+        - its score is not NaN, at or above `score_threshold`, and among the best `keep_window_size` of those that compete.
+    Higher scores win; of two keys with equal scores, the more recent one wins.
+
+    keep_window_size: how many of the competing keys a query keeps, 0 or more, or a sequence with one number for each
+        key head, which its query heads share. None, the default: a query keeps all keys that reach the threshold.
+    selection: "per_query", the default: query i keeps the best among the keys it may see; "global": the best of the
+        row, the same for all queries (then causal). Caches, layers and context parallelism need "per_query".
+    recent_window: how many of the most recent keys a query sees whatever their scores, its own key included; 0 by default.
+        Needs causality. DMS trains with t - j <= W, which is recent_window=W + 1; WG-KV trains with t - j < W.
+    recent_competes: False, the default: only keys with t - j >= recent_window compete, so a query sees the recent keys and
+        the best of the older keys. True: every key competes as soon as it is written, so a query sees the recent keys and
+        the best of all keys.
+    sink_tokens: the first present keys, which stay visible and do not compete; 0 by default.
+    score_threshold: the least score of a key that is kept; None by default. Without keep_window_size, shapes do not limit
+        the number of visible keys: every call on a GPU then waits for a count, unless `measured` has counted once.
     """
 
-    keep_window_size: int | Sequence[int] | None = None  # None: no limit
+    keep_window_size: int | Sequence[int] | None
+
+
+class SelectionRule(NamedTuple):
+    """A KeyRule as a value. The keys that compete are those with t - j >= delay(); sinks never do."""
+
+    keep_window_size: int | Sequence[int] | None = None
     selection: str = "per_query"
     recent_window: int = 0
     recent_competes: bool = False
     sink_tokens: int = 0
-    score_threshold: float | None = None  # None: no threshold
+    score_threshold: float | None = None
 
     @staticmethod
-    def from_arguments(*parts: object) -> SelectionRule | None:
-        """Makes the normal form of arguments of the public functions, in order. None: they hide no key."""
-        if parts == _NO_PARTS:
+    def of_keywords(keep_window_size: object, parts: RuleParts) -> SelectionRule:
+        """Makes a rule of arguments of the public functions, unchecked but for their names."""
+        for name in parts:
+            if name not in SelectionRule._fields:
+                raise TypeError(
+                    f"{name}: got an unknown argument, expected one of the function's, or of a rule's: "
+                    f"{', '.join(SelectionRule._fields)}"
+                )
+        return SelectionRule(keep_window_size, **parts)
+
+    @staticmethod
+    def from_arguments(keep_window_size: object, parts: RuleParts) -> SelectionRule | None:
+        """Makes the normal form of arguments of the public functions. None: they hide no key."""
+        if keep_window_size is None and not parts:
             return None
-        rule = SelectionRule(*parts).checked_rule()
+        rule = SelectionRule.of_keywords(keep_window_size, parts).checked_rule()
         return rule if rule.hides_keys() else None
 
     def checked_rule(self) -> SelectionRule:
@@ -136,14 +183,19 @@ class SelectionRule(NamedTuple):
         """Returns the operators' arguments that follow query_length."""
         return self[2:]
 
-    def checked_state_rule(self) -> SelectionRule:
-        """Checks the rule for a cache, or for ranks, that hold only the keys that it shows to later queries."""
+    def checked_per_query(self) -> SelectionRule:
+        """Checks the rule for text that grows."""
         rule = self.checked_rule()
         if rule.selection != "per_query":
             raise ValueError(
                 f"selection: got {rule.selection!r}, expected 'per_query': under another one later tokens and later ranks bring "
                 "keys back"
             )
+        return rule
+
+    def checked_state_rule(self) -> SelectionRule:
+        """Checks the rule for a cache, or for ranks, that hold only the keys that it shows to later queries."""
+        rule = self.checked_per_query()
         if rule.keep_window_size is None:
             raise ValueError(
                 "keep_window_size: got None, expected a number of keys, since a cache and a rank have room for that many. With "
@@ -233,4 +285,18 @@ class SelectionRule(NamedTuple):
 
 
 _DEFAULTS = SelectionRule()
-_NO_PARTS = tuple(_DEFAULTS)
+
+
+def takes_rule(function: Callable) -> Callable:
+    """Lists the parts of a rule in the signature of a function that takes them as `**rule`."""
+    own, types = inspect.signature(function), get_type_hints(RuleParts)
+    parameters = [p for p in own.parameters.values() if p.kind is not p.VAR_KEYWORD]
+    parameters += [
+        inspect.Parameter(
+            name, inspect.Parameter.KEYWORD_ONLY, default=default, annotation=types[name]
+        )
+        for name, default in _DEFAULTS._asdict().items()
+        if name in types
+    ]
+    function.__signature__ = own.replace(parameters=parameters)
+    return function

@@ -6,6 +6,7 @@ from collections.abc import Sequence
 
 import torch
 from torch import Tensor
+from typing_extensions import Unpack
 
 from .._core import ops
 from .._core.checks import (
@@ -27,49 +28,30 @@ from .intervals import (
 from .patterns import causal_intervals
 from .positions import KeyPositions, check_length
 from .recognise import Memo, intervals_of_mask, mask_of_intervals
-from .rule import SelectionRule
+from .rule import RuleParts, SelectionRule, takes_rule
 from .visible import Visible, match_heads
 
 
+@takes_rule
 def select_key_intervals(
     scores: Tensor,
     keep_window_size: int | Sequence[int] | None = None,
     *,
-    selection: str = "per_query",
     is_causal: bool = True,
-    recent_window: int = 0,
-    recent_competes: bool = False,
-    sink_tokens: int = 0,
-    score_threshold: float | None = None,
     key_mask: Tensor | None = None,
     query_length: int | None = None,
     cu_seqlens_k: Tensor | None = None,
     cu_seqlens_q: Tensor | None = None,
     key_positions: Tensor | None = None,
     query_position: int | Tensor | None = None,
+    **rule: Unpack[RuleParts],
 ) -> KeyIntervals:
     """Returns the intervals of the keys that a rule keeps for each query by their scores.
 
-    With causality, the query at position t sees a present key at position j <= t when
-        - it is one of the first `sink_tokens` present keys (of its document), or
-        - t - j < recent_window (the query's own key is one of these), or
-        - its score is not NaN, at or above `score_threshold`, and among the best `keep_window_size` of those that compete.
-
     scores: [B, H, key_length] (or [B, H, 1, key_length], or [B, key_length]), any floating dtype. The
         selection is not differentiable: no gradient flows to the scores.
-    keep_window_size: how many of the competing keys a query keeps, 0 or more, or a sequence with one number for each
-        key head, which its query heads share. None: a query keeps all keys that reach the threshold.
-    selection: "per_query": query i keeps the best among the keys it may see; "global": the best of the
-        row, the same for all queries (then causal).
+    keep_window_size, rule: a KeyRule.
     is_causal: query row i may see keys up to i + key_length - query_length. True by default, unlike in flash_dmattn_func.
-    recent_window: how many of the most recent keys a query sees whatever their scores, its own key included. Needs
-        is_causal. DMS trains with t - j <= W, which is recent_window=W + 1; WG-KV trains with t - j < W.
-    recent_competes: False: only keys with t - j >= recent_window compete, so a query sees the recent keys and the best
-        of the older keys. True: every key competes as soon as it is written, so a query sees the recent keys and the
-        best of all keys.
-    sink_tokens: the first present keys, which stay visible and do not compete.
-    score_threshold: the least score of a key that is kept. Without keep_window_size, shapes do not limit the number of
-        visible keys: every call on a GPU then waits for a count, unless `measured` has counted once.
     key_mask: bool [B, key_length] or [B, H, key_length]; False: the key is not present.
     query_length: defaults to key_length.
     cu_seqlens_k, cu_seqlens_q: offsets of documents packed one after the other, as in packed_documents: int32
@@ -81,13 +63,10 @@ def select_key_intervals(
     query_position: the position of the first query row, an integer or integers [B]. The other rows follow it. The
         default is key_length - query_length, or 0 with documents.
 
-    Higher scores win; of two keys with equal scores, the more recent one wins. Keys that are hidden or have the score
-    NaN are never selected. The intervals have the shape [B, H, key_length, 2] and include is_causal. The time is
+    Returns intervals of shape [B, H, key_length, 2], which include is_causal. The time is
     O(key_length log keep_window_size); with documents or positions the keys are sorted first.
     """
-    rule = SelectionRule.from_arguments(
-        keep_window_size, selection, recent_window, recent_competes, sink_tokens, score_threshold
-    )
+    rule = SelectionRule.from_arguments(keep_window_size, rule)
     is_causal = resolve_flag(is_causal, "is_causal")
     if rule is None:
         raise TypeError("keep_window_size: got None, expected a number of keys, or score_threshold")

@@ -8,7 +8,8 @@ import torch
 from torch._subclasses.fake_tensor import FakeTensorMode
 
 import flash_dmattn
-from flash_dmattn import flash_dmattn_func
+from flash_dmattn import KeyRule, flash_dmattn_func
+from flash_dmattn.keys.rule import SelectionRule
 from flash_dmattn.utils.padding import pad_input, unpad_input
 from python_process import run_forked
 
@@ -125,12 +126,32 @@ def test_arguments_of_flash_attention_say_what_to_pass(function, name, expected)
 
 
 @pytest.mark.parametrize("package", ["flash_dmattn", "flash_dmattn.distributed"])
-def test_recent_keys_do_not_compete_by_default(package):
+def test_functions_of_rules_take_every_part_with_its_default(package):
     package = importlib.import_module(package)
     functions = [f for name in package.__all__ if callable(f := getattr(package, name))]
-    parts = [inspect.signature(f).parameters.get("recent_competes") for f in functions]
-    defaults = [part.default for part in parts if part is not None]
-    assert len(defaults) >= 2 and not any(defaults)
+    signatures = [inspect.signature(f).parameters for f in functions if f is not KeyRule]
+    with_rule = [s for s in signatures if "recent_window" in s]
+    assert len(with_rule) >= 3
+    for parameters in with_rule:
+        for part, default in SelectionRule._field_defaults.items():
+            assert part in parameters
+            assert part == "keep_window_size" or parameters[part].default == default
+
+
+@pytest.mark.parametrize(
+    "call",
+    [
+        lambda **rule: flash_dmattn_func(*qkv(), attn_bias=torch.zeros(1, 1, 4), **rule),
+        lambda **rule: flash_dmattn.select_key_intervals(torch.zeros(1, 1, 4), **rule),
+        lambda **rule: flash_dmattn.KVSlots(1, 1, head_dim=8, **rule),
+        lambda **rule: flash_dmattn.DynamicMaskAttention(16, 2, **rule),
+    ],
+)
+def test_unknown_argument_of_function_with_rule_is_named(call):
+    with pytest.raises(
+        TypeError, match="^recent_windw: got an unknown argument, expected .*recent_window"
+    ):
+        call(keep_window_size=2, recent_windw=1)
 
 
 # ---- Backends ----------------------------------------------------------------------------------------

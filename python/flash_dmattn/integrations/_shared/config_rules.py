@@ -6,8 +6,9 @@ from collections.abc import Sequence
 from typing import NamedTuple
 
 from transformers.configuration_utils import PretrainedConfig
+from typing_extensions import Unpack
 
-from ...keys.rule import SelectionRule
+from ...keys.rule import RuleParts, SelectionRule
 
 CONFIG_NAME = "learned_scores"  # the attribute of a config
 
@@ -61,12 +62,14 @@ def _as_lists(value: object) -> object:
 
 
 def make_rules(
-    layers: int, keep_window_size: int | Sequence[int] | Sequence[Sequence[int]] | None, **rule
+    layers: int,
+    keep_window_size: int | Sequence[int] | Sequence[Sequence[int]] | None,
+    **rule: Unpack[RuleParts],
 ) -> tuple[SelectionRule, ...]:
     """Makes the rule of each layer.
 
     keep_window_size: of all layers, or a list with one entry, a list of numbers for its key heads, for each layer.
-    rule: the other parts, but `selection`.
+    rule: the other parts.
     """
     windows = keep_window_size
     nested = isinstance(windows, Sequence) and not isinstance(windows, (str, bytes))
@@ -81,7 +84,7 @@ def make_rules(
 
 
 def _make_rule(keep_window_size: int | Sequence[int] | None, **parts) -> SelectionRule:
-    rule = SelectionRule(keep_window_size, **parts).checked_rule()
+    rule = SelectionRule.of_keywords(keep_window_size, parts).checked_per_query()
     if not rule.hides_keys():
         raise ValueError(
             "keep_window_size: got None without score_threshold, so that every key is visible; expected one of them"

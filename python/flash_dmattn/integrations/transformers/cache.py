@@ -38,9 +38,8 @@ class DynamicMaskCache(Cache):
     ):
         """
         Args:
-            config: the model's config. It has learned scores, or the rule of the model's layers: keep_window_size (one
-                number for all key heads, or one for each), and recent_window, recent_competes, sink_tokens and
-                score_threshold unless they have their defaults, all as in `select_key_intervals`.
+            config: the model's config. It has learned scores, or the rule of the model's layers as attributes: those of a
+                `KeyRule` that have not their defaults.
             static: whether memory stays in place and decoding steps read nothing from the device, for CUDA graphs and
                 torch.compile. On a GPU, `generate` then compiles the model.
             selection: only "per_query" is possible.

@@ -7,9 +7,11 @@ from functools import partial
 
 from torch import nn
 from transformers import PreTrainedModel
+from typing_extensions import Unpack
 
 from ...._core.checks import resolve_flag
 from ....budgets import check_phase
+from ....keys.rule import RuleParts, takes_rule
 from ..._shared.config_rules import CONFIG_NAME, LearnedScores, make_rules
 from ..._shared.scorers import Scorer, check_scorer, make_scorer
 from ..compat import (
@@ -37,18 +39,16 @@ _TIED_NAMES = (
 _BUT_SCORERS = r"(?!.*\.scorer\.)"  # the end of a pattern of parameters' names
 
 
+@takes_rule
 def add_learned_scores(
     model: nn.Module,
     keep_window_size: int | Sequence[int] | Sequence[Sequence[int]] | None = None,
     *,
-    recent_window: int = 0,
-    recent_competes: bool = False,
-    sink_tokens: int = 0,
-    score_threshold: float | None = None,
     scorer: str | Scorer = "hidden",
     dense_prefill: bool = False,
     late: bool = False,
     attention: type[nn.Module] | tuple[type[nn.Module], ...] | None = None,
+    **rule: Unpack[RuleParts],
 ) -> nn.Module:
     """Gives the attention layers of a pretrained decoder scores, which select the keys that a query keeps.
 
@@ -84,10 +84,9 @@ def add_learned_scores(
 
     Args:
         model: a decoder of transformers, or anything that contains one (a PEFT model, a multimodal model).
-        keep_window_size, recent_window, recent_competes, sink_tokens, score_threshold: which keys a query sees, as in
-            select_key_intervals. A cache then holds sink_tokens + keep_window_size + recent_window keys for each key
-            head. keep_window_size is one number, one for each key head, or a list of these for each layer with scores
-            (see `divide_budget`).
+        keep_window_size, rule: which keys a query sees, a `flash_dmattn.KeyRule`. A cache then holds sink_tokens +
+            keep_window_size + recent_window keys for each key head. keep_window_size may also be a list of one for each layer
+            with scores (see `divide_budget`).
         scorer: what gives a key its score, one of the scorers above. A module is copied for every layer.
         dense_prefill: whether the first tokens of a cache attend to all of each other and the rule begins with the
             tokens after them, as in eviction after the prompt. By default the prompt follows the rule, in O(N w) time.
@@ -113,12 +112,9 @@ def add_learned_scores(
     sizes = [sizes_of(layer) for layer in layers]
     names = {module: name for name, module in model.named_modules()}
     numbers = tuple(number_of(layer, names[layer]) for layer in layers)
-    rules = make_rules(
-        len(layers), keep_window_size, recent_window=recent_window, recent_competes=recent_competes,
-        sink_tokens=sink_tokens, score_threshold=score_threshold,
-    )  # fmt: skip
-    for rule, (_, heads, _) in zip(rules, sizes, strict=True):
-        rule.check_heads(heads)
+    rules = make_rules(len(layers), keep_window_size, **rule)
+    for own, (_, heads, _) in zip(rules, sizes, strict=True):
+        own.check_heads(heads)
     scorers = [
         make_scorer(scorer, *size, device_of(layer)).train(layer.training)
         for layer, size in zip(layers, sizes, strict=True)
@@ -132,8 +128,8 @@ def add_learned_scores(
         late,
     ).as_dict()
     own_config(model)
-    for layer, layer_scorer, rule, number in zip(layers, scorers, rules, numbers, strict=True):
-        add_scorer(layer, layer_scorer, rule, number, dense_prefill, late)
+    for layer, layer_scorer, own, number in zip(layers, scorers, rules, numbers, strict=True):
+        add_scorer(layer, layer_scorer, own, number, dense_prefill, late)
         setattr(layer.config, CONFIG_NAME, stored)
     for decoder, hook in hooks:
         add_hook(decoder, hook)

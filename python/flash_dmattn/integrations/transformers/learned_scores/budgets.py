@@ -65,7 +65,7 @@ def divide_budget(
     bound: float = 2.0,
     progress: bool = True,
 ) -> KeyBudgets:
-    """Divides a budget of keys over the layers and heads of a model with trained scores, by the scores of sample texts.
+    """Returns a budget of keys, divided over the layers and heads of a model with trained scores by the scores of sample texts.
 
         budgets = divide_budget(model, texts, mean_keys=512)
         print(budgets)
