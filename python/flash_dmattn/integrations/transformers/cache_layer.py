@@ -3,6 +3,7 @@
 from collections.abc import Callable
 
 import torch
+import torch.nn.functional as F
 from transformers.cache_utils import CacheLayerMixin
 
 from ..._core.checks import may_read
@@ -11,7 +12,7 @@ from ...generation.cache import KVSlots
 from ...keys.rule import SelectionRule
 from .._shared.layer_call import swap_heads_and_tokens
 from .compat import CACHE, CROPS_TO_A_LENGTH
-from .token_order import PendingTokens, ScoredTokens, TokenOrder, take_columns
+from .token_order import ScoredTokens, TokenOrder, counts_tokens, gather_columns, tokens_first
 
 RECORDED_TOKENS = 128  # at least this many tokens can be dropped again
 
@@ -63,7 +64,10 @@ class DynamicMaskLayer(CacheLayerMixin):
         self._length: torch.Tensor | None = None
         # How many tokens of each row the masks have hidden so far; (): no tokens. None: the host does not know.
         self._padding: tuple[int, ...] | None = None
-        self._pending = PendingTokens(self.rule)
+        self._counts_tokens = counts_tokens(self.rule)
+        self._recorded: ScoredTokens | None = (
+            None  # the columns whose tokens are pending in the slots
+        )
         # score_weights' result, and whether it is of this text.
         self._score_weights: tuple[torch.Tensor | None, ...] | None = None
         self._has_score_weights = False
@@ -108,15 +112,15 @@ class DynamicMaskLayer(CacheLayerMixin):
             pending = min(length, self.slots.chunk)
         filled = length - pending
         if filled:
-            *states, mask = tokens.part(0, filled)
-            order = None
-            if self._pending.have_order(tokens):
-                order = TokenOrder.of_padding(mask, filled)
+            part, order = tokens.part(0, filled), None
+            if self._have_order(part):
+                order = TokenOrder.of_padding(part.present, filled)
             if order is not None:
-                states, mask = take_columns(states, order.keys), order.align(mask, 1)
-            self.slots.fill(*states, key_mask=mask)
+                part = part.at(order.keys)
+            self.slots.fill(*part[:3], key_mask=part.present)
         if pending:
-            self._pending.append(self.slots, tokens.part(filled, length))
+            self._recorded = tokens.part(filled, length).copied()
+            self._append_recorded()
         self._seen = length
         if self._counts_on_device:
             self._length.fill_(length)
@@ -134,7 +138,7 @@ class DynamicMaskLayer(CacheLayerMixin):
         self._check_rows(slots.k)
         self.prefetch()
         self.slots.restore(slots)
-        self._seen, self._padding, self._pending.present = tokens, None, None
+        self._seen, self._padding, self._recorded = tokens, None, None
         if self._counts_on_device:
             self._length.fill_(tokens)
 
@@ -164,23 +168,21 @@ class DynamicMaskLayer(CacheLayerMixin):
         options["return_lse"] = True
         self.prefetch()
         self._make_room(length)
-        is_in_order = tokens.present is None or not self._pending.have_order(tokens)
-        if is_in_order and not self.record_past:
+        if self.record_past:
+            out, lse = self._attend_recorded(query, tokens, **options)
+        elif not self._have_order(tokens):
             add = self.slots.step if length == 1 else self.slots.extend
             out, lse = add(query, *tokens[:3], key_mask=tokens.present, **options)
-        elif length == 1 and not self.slots.pending and not self.record_past:
+        elif length == 1:
             out, lse = self._step_of_tokens(query, tokens, **options)
         else:
-            parts, slots, pending = [], self.slots, self._pending
-            for start in range(0, length, slots.chunk):
-                stop = min(start + slots.chunk, length)
-                pending.commit_oldest(slots, stop - start if self.record_past else slots.chunk)
-                places = pending.append(slots, tokens.part(start, stop))
-                parts.append(pending.attend(slots, query[:, start:stop], places, **options))
-            if not self.record_past:
-                pending.commit(slots)
-            outs, lses = zip(*parts, strict=True)
-            out, lse = torch.cat(outs, dim=1), torch.cat(lses, dim=2)
+            columns = tokens_first(tokens.present)
+            out, lse = self.slots.extend(
+                gather_columns(query, columns, 1), *tokens.at(columns)[:3],
+                lengths=tokens.present.sum(1, dtype=torch.int32), **options,
+            )  # fmt: skip
+            places = columns.argsort(1)
+            out, lse = gather_columns(out, places, 1), gather_columns(lse, places, 2)
         self._count_tokens(length)
         self._count_padding(tokens.present)
         return out, lse
@@ -198,6 +200,58 @@ class DynamicMaskLayer(CacheLayerMixin):
             is_token = tokens.present.view(-1, *[1] * (tensor.dim() - 1))
             tensor.copy_(torch.where(is_token, tensor, old))
         return result
+
+    def _have_order(self, tokens: ScoredTokens) -> bool:
+        """Whether padding of tokens changes their order in the slots."""
+        return tokens.present is not None and self._counts_tokens
+
+    def _attend_recorded(
+        self, query: torch.Tensor, tokens: ScoredTokens, **options
+    ) -> tuple[torch.Tensor, torch.Tensor]:
+        """Adds tokens, which stay pending, and computes their attention."""
+        parts = []
+        for rows in query.split(self.slots.chunk, 1):
+            length, start = rows.shape[1], sum(out.shape[1] for out, _ in parts)
+            part = tokens.part(start, start + length).copied()
+            excess = self.slots.pending + length - self.slots.chunk
+            if excess > 0:
+                self._commit(min(excess, self.slots.pending))
+            self._recorded = part if self._recorded is None else self._recorded.before(part)
+            columns = self._append_recorded()
+            if columns is None:
+                parts.append(self.slots.attend(rows, **options))
+                continue
+            earlier = columns.shape[1] - length
+            queries = F.pad(rows, (0, 0, 0, 0, earlier, 0))
+            result = self.slots.attend(gather_columns(queries, columns, 1), **options)
+            last = columns.argsort(1)[:, earlier:]
+            parts.append(
+                tuple(gather_columns(t, last, dim) for t, dim in zip(result, (1, 2), strict=True))
+            )
+        outs, lses = zip(*parts, strict=True)
+        return torch.cat(outs, dim=1), torch.cat(lses, dim=2)
+
+    def _append_recorded(self) -> torch.Tensor | None:
+        """Makes the recorded columns the pending ones, those of tokens first. Returns their numbers [B, n]; None: in order."""
+        recorded, columns = self._recorded, None
+        self.slots.drop(self.slots.pending)
+        if self._have_order(recorded):
+            columns = tokens_first(recorded.present)
+            recorded = recorded.at(columns)
+        self.slots.append(*recorded[:3], key_mask=recorded.present)
+        return columns
+
+    def _commit(self, columns: int) -> None:
+        """Moves the tokens of the first pending columns to the slots, and drops the others, which stay recorded."""
+        recorded, self._recorded = self._recorded, None
+        if recorded is None:
+            return
+        kept, length = columns, self.slots.pending
+        if self._have_order(recorded):
+            kept = recorded.present[:, :columns].sum(1, dtype=torch.int32)
+        self.slots.commit(kept)
+        if columns < length:
+            self._recorded = recorded.part(columns, length)
 
     def _check_rows(self, states: torch.Tensor) -> None:
         if states.shape[0] != self.batch_size:
@@ -336,14 +390,15 @@ class DynamicMaskLayer(CacheLayerMixin):
                 f"tokens_to_remove: got {tokens_to_remove}, expected {-self.slots.pending} or more: {self.slots.pending} tokens "
                 "are pending, and the others have evicted keys. Call activate_past_recording before the tokens are added"
             )
-        self._pending.commit(self.slots, kept)
+        self._commit(kept)
+        self._recorded = None
         self._count_tokens(tokens_to_remove)
         if tokens_to_remove and self._padding:
             self._padding = None
 
     def reset(self) -> None:
         """Forgets all tokens and keeps the memory. New tokens are not recorded until recording is activated again."""
-        self.record_past, self._pending.present = False, None
+        self.record_past, self._recorded = False, None
         self._has_score_weights = False
         if self.is_initialized:
             self.slots.clear()
@@ -419,7 +474,8 @@ class DynamicMaskLayer(CacheLayerMixin):
         rows = rows.to(self.keys.device)
         if self._padding:
             self._padding = tuple(self._padding[row] for row in rows.tolist())
-        self._pending.select_rows(rows)
+        if self._recorded is not None:
+            self._recorded = self._recorded.each(lambda t, _: t[rows])
         if self.is_compileable and len(rows) == self.batch_size:
             self.slots.reorder(rows)
         else:
@@ -434,7 +490,8 @@ class DynamicMaskLayer(CacheLayerMixin):
                 **self.rule._asdict(), pending=self.slots.pending,
             )
         )  # fmt: skip
-        self._pending.move_to(device)
+        if self._recorded is not None:
+            self._recorded = self._recorded.each(lambda t, _: t.to(device))
 
     def _resize_chunk(self, chunk: int) -> None:
         """Changes the number of places for pending tokens, except in a static layer, whose memory stays."""
@@ -451,8 +508,6 @@ class DynamicMaskLayer(CacheLayerMixin):
         if self.record_past:
             self._resize_chunk(max(tokens, RECORDED_TOKENS, self.slots.chunk))
             return
-        if self.slots.pending:
-            self._pending.commit(self.slots)
         if tokens == 1:
             self._resize_chunk(self.chunk)
         else:

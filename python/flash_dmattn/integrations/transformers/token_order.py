@@ -1,11 +1,12 @@
 """Rows of a batch without the padding between their tokens: a recent window counts tokens, not columns.
 
 A row has such padding when it got a short message beside a long one. Without it, the row is that of the text alone.
-`TokenOrder` moves it out of prompts, and `PendingTokens` out of the pending tokens of slots.
+`TokenOrder` moves it out of prompts; slots get the tokens of a row first, and not its padding.
 """
 
 from __future__ import annotations
 
+from collections.abc import Callable
 from typing import NamedTuple
 
 import torch
@@ -13,7 +14,6 @@ import torch.nn.functional as F
 from torch import Tensor
 
 from ..._core.checks import may_read
-from ...generation.cache import KVSlots
 from ...keys.intervals import KeyIntervals
 from ...keys.rule import SelectionRule
 
@@ -105,114 +105,38 @@ def gather_columns(states: Tensor, columns: Tensor, dim: int) -> Tensor:
 
 
 class ScoredTokens(NamedTuple):
-    """Tokens of a batch with their scores."""
+    """Columns of a batch with their scores."""
 
     key: Tensor  # [B, S, Hkv, D]
     value: Tensor  # [B, S, Hkv, Dv]
     scores: Tensor  # float32 [B, Hkv, S]
     present: Tensor | None = None  # bool [B, S], False for padding; None: all are tokens
 
+    def each(self, change: Callable[[Tensor, int], Tensor]) -> ScoredTokens:
+        """Returns change(tensor, its dimension of columns) of each tensor."""
+        dims = zip(self, (1, 1, 2, 1), strict=True)
+        return ScoredTokens(*(None if t is None else change(t, dim) for t, dim in dims))
+
     def part(self, start: int, stop: int) -> ScoredTokens:
-        key, value, scores, present = self
-        present = None if present is None else present[:, start:stop]
-        return ScoredTokens(
-            key[:, start:stop], value[:, start:stop], scores[..., start:stop], present
-        )
+        return self.each(lambda t, dim: t.narrow(dim, start, stop - start))
 
+    def copied(self) -> ScoredTokens:
+        """Returns a copy, which keeps no memory of other columns."""
+        return self.each(lambda t, _: t.clone())
 
-class PendingTokens:
-    """The order of the pending tokens of slots, by the columns of a batch. The slots get the tokens of each row first, and
-    the padding after them is dropped.
+    def at(self, columns: Tensor) -> ScoredTokens:
+        """Returns the columns with these numbers, [B, n]."""
+        return self.each(lambda t, dim: gather_columns(t, columns, dim))
 
-    Attributes:
-        present: which pending columns are no padding, bool [B, pending]. None: the slots have the columns as they are.
-    """
-
-    def __init__(self, rule: SelectionRule):
-        self._counts_tokens = counts_tokens(rule)
-        self.present: Tensor | None = None
-
-    def have_order(self, tokens: ScoredTokens) -> bool:
-        """Whether padding of new tokens changes their order in the slots."""
-        return tokens.present is not None and self._counts_tokens
-
-    def append(self, slots: KVSlots, tokens: ScoredTokens) -> Tensor | None:
-        """Adds tokens. Returns the place of each column among the pending ones, [B, pending]; None: in order."""
-        *states, key_mask = tokens
-        device = tokens.key.device
-        if self.present is None and not self.have_order(tokens):
-            slots.append(*states, key_mask=key_mask)
-            return None
-        if key_mask is None:
-            key_mask = torch.ones(tokens.key.shape[:2], dtype=torch.bool, device=device)
-        present = self.present
-        if present is None:
-            present = slots.pending_mask()
-            order = torch.arange(slots.pending, device=device).expand(present.shape)
-        else:
-            order = tokens_first(present).argsort(1)
-        earlier = take_columns(slots.pending_tokens(), order)
-        slots.drop(slots.pending)
-        states = [
-            torch.cat([old, new], dim=dim)
-            for old, new, dim in zip(earlier, states, (1, 1, 2), strict=True)
-        ]
-        self.present = present = torch.cat([present, key_mask], dim=1)
-        columns = tokens_first(present)
-        is_token = torch.arange(present.shape[1], device=device) < present.sum(1, keepdim=True)
-        slots.append(*take_columns(states, columns), key_mask=is_token)
-        return columns.argsort(1)
-
-    def attend(
-        self, slots: KVSlots, query: Tensor, places: Tensor | None, **options
-    ) -> tuple[Tensor, Tensor]:
-        """Computes attention of the last tokens of `append`, whose result is `places`. Returns out [B, S, Hq, Dv] and its
-        log-sum-exp [B, Hq, S]. query: [B, S, Hq, D]."""
-        if places is None:
-            return slots.attend(query, **options)
-        new = query.shape[1]
-        earlier = query.new_zeros(query.shape[0], places.shape[1] - new, *query.shape[2:])
-        queries = torch.cat([earlier, query], dim=1)
-        out, lse = slots.attend(gather_columns(queries, places.argsort(1), 1), **options)
-        last = places[:, -new:]
-        return gather_columns(out, last, 1), gather_columns(lse, last, 2)
-
-    def commit(self, slots: KVSlots, tokens: int | None = None) -> None:
-        """Moves the first `tokens` columns to the slots, by default all. Drops the others."""
-        present, self.present = self.present, None
-        if present is not None:
-            slots.commit(present[:, :tokens].sum(1, dtype=torch.int32))
-        elif slots.pending:
-            slots.commit(tokens)
-
-    def commit_oldest(self, slots: KVSlots, tokens: int) -> None:
-        """Moves the oldest columns to the slots until `tokens` new ones fit."""
-        excess = min(slots.pending + tokens - slots.chunk, slots.pending)
-        if excess <= 0:
-            return
-        present = self.present
-        if present is None:
-            present = slots.pending_mask()
-            later = torch.arange(excess, slots.pending, device=present.device)
-            later = later.expand(present.shape[0], -1)
-        else:
-            later = tokens_first(present).argsort(1)[:, excess:]
-        states = take_columns(slots.pending_tokens(), later)
-        self.commit(slots, excess)
-        if later.shape[1]:
-            self.append(slots, ScoredTokens(*states, present[:, excess:]))
-
-    def select_rows(self, rows: Tensor) -> None:
-        """Replaces the rows of the batch by the rows with these numbers."""
-        if self.present is not None:
-            self.present = self.present[rows]
-
-    def move_to(self, device: torch.device | str) -> None:
-        """Moves the order to a device, as the slots."""
-        if self.present is not None:
-            self.present = self.present.to(device)
-
-
-def take_columns(states: tuple[Tensor, ...] | list[Tensor], columns: Tensor) -> tuple[Tensor, ...]:
-    """Returns the columns [B, n] of key, value [B, S, Hkv, D] and scores [B, Hkv, S]."""
-    return tuple(gather_columns(t, columns, dim) for t, dim in zip(states, (1, 1, 2), strict=True))
+    def before(self, later: ScoredTokens) -> ScoredTokens:
+        """Returns these columns and the later ones."""
+        pair = [self, later]
+        if self.present is not None or later.present is not None:
+            pair = [
+                t if t.present is not None
+                else t._replace(present=t.key.new_ones(t.key.shape[:2], dtype=torch.bool))
+                for t in pair
+            ]  # fmt: skip
+        first, last = pair
+        rest = iter(last)
+        return first.each(lambda t, dim: torch.cat([t, next(rest)], dim))
