@@ -26,7 +26,7 @@ from flash_dmattn.integrations.transformers import (
     set_score_phase,
 )
 from flash_dmattn.integrations.transformers.compat import CACHE
-from flash_dmattn.integrations.transformers.learned_scores.call import ScoreCall
+from flash_dmattn.integrations.transformers.learned_scores.layers import ScoreCall
 from scored_models import VOCABULARY, make_base, make_scored
 
 pytestmark = pytest.mark.transformers

@@ -160,12 +160,13 @@ def as_key_intervals(
     return KeyIntervals(mask, query_length, consecutive=not may_read())
 
 
-def present_tokens(mask: Tensor | None, length: int) -> Tensor | None:
+def present_tokens(mask: Tensor | KeyIntervals | None, length: int) -> Tensor | None:
     """Returns whether each new token of a cache of slots is not padding, bool [B, S]; None: there is no padding."""
     if mask is None:
         return None
     intervals = as_key_intervals(mask, length)
-    if intervals is None or mask.shape[1:3] != (1, length):
+    if intervals is None or (intervals.heads, intervals.key_length) != (1, length):
+        mask = mask if intervals is None else intervals.intervals
         raise ValueError(
             f"attention_mask: got {mask.dtype} of shape {tuple(mask.shape)}, expected padding [B, tokens]; slots of a "
             "DynamicMaskCache hold other positions for every head, which no mask over queries and keys describes"
@@ -343,11 +344,14 @@ def layer_arguments(
     mask: Tensor | None,
     keywords: dict,
     dropout: float,
-) -> tuple[Tensor | None, Tensor, Tensor, Tensor]:
+) -> tuple[Tensor | KeyIntervals | None, Tensor, Tensor, Tensor]:
     """Checks the keywords. Returns the mask, None for causality, and query, key and value [B, S, H, D] in the layer's dtype."""
     check_probabilities(dropout, keywords)
     mask = None if is_causal_mask(mask) else mask
     check_mask_keywords(keywords, has_mask=mask is not None)
-    mask = hide_other_sequences(mask, keywords, query.shape[0], query.shape[2], key.shape[2])
+    queries, keys = query.shape[2], key.shape[2]
+    mask = hide_other_sequences(mask, keywords, query.shape[0], queries, keys)
+    intervals = as_key_intervals(mask, queries, keys)
+    mask = mask if intervals is None else intervals
     states = swap_heads_and_tokens(query, key, value)
     return mask, *cast_states(states, target_dtype(layer, query))

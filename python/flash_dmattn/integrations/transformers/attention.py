@@ -16,7 +16,7 @@ from .._shared.layer_call import (
     target_dtype,
 )
 from .families import FLAG_WITH_EVERY_MASK, type_of
-from .learned_scores.call import ScoreCall
+from .learned_scores.layers import ScoreCall
 
 
 def attention_forward(

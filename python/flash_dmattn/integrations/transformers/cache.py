@@ -5,8 +5,6 @@ slots what its rule shows, and attention over them is attention over all keys. T
 different positions, so only attention that chooses by the same scores can read them.
 """
 
-from collections.abc import Callable
-
 from torch import Tensor
 from transformers.cache_utils import Cache, CacheLayerMixin, DynamicCache
 from transformers.configuration_utils import PretrainedConfig
@@ -72,22 +70,20 @@ class DynamicMaskCache(Cache):
             for rule in rules_of(config):
                 counter = layers[0] if layers else None
                 layers.append(DynamicMaskLayer(rule, static=static, chunk=chunk, counter=counter))
-        self._receiver: Callable[[DynamicMaskLayer], None] | None = None  # of give_slots_to
+        # The call of a layer with scores, whose `slots` the next update sets: transformers' layer alone knows the number under
+        # which it runs.
+        self.receiver: object | None = None
         super().__init__(layers=layers)
 
     def update(
         self, key_states: Tensor, value_states: Tensor, layer_idx: int, *args, **kwargs
     ) -> tuple[Tensor, Tensor]:
         """Returns the new tokens of a layer with scores, whose attention then adds them. Other layers store theirs."""
-        receiver, self._receiver = self._receiver, None
+        receiver, self.receiver = self.receiver, None
         if receiver is None:
             return super().update(key_states, value_states, layer_idx, *args, **kwargs)
-        receiver(self.slots_of(layer_idx))
+        receiver.slots = self.slots_of(layer_idx)
         return key_states, value_states
-
-    def give_slots_to(self, receiver: Callable[[DynamicMaskLayer], None]) -> None:
-        """Lets the next `update` call receiver(slots): the layer alone knows the number under which it runs."""
-        self._receiver = receiver
 
     def slots_of(self, layer_idx: int) -> DynamicMaskLayer:
         """Returns the slots for a layer with scores.

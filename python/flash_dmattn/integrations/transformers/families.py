@@ -4,7 +4,9 @@ from __future__ import annotations
 
 import inspect
 import warnings
+from collections.abc import Iterator
 
+import torch
 from torch import nn
 from transformers import PreTrainedModel
 from transformers.configuration_utils import PretrainedConfig
@@ -157,6 +159,54 @@ def reason_against_scores(layer: nn.Module) -> str | None:
     if any(base.__name__ == "FSDPModule" for base in type(layer).__mro__):
         return "are sharded themselves; call add_learned_scores before fully_shard"
     return None
+
+
+def number_in_name(name: str) -> int:
+    """Returns the layer's number in a name such as "model.layers.3.self_attn". Raises ValueError if it has none."""
+    numbers = [part for part in name.split(".") if part.isdigit()]
+    if not numbers:
+        raise ValueError(
+            f"model: got a layer {name!r}, expected one with a number, such as layers.3"
+        )
+    return int(numbers[-1])
+
+
+def number_of(layer: nn.Module, name: str) -> int:
+    """Returns the layer's number in caches and files. Zamba 2 numbers all its attention layers -1 and passes the
+    number to forward."""
+    return layer.layer_idx if layer.layer_idx >= 0 else number_in_name(name)
+
+
+def sizes_of(layer: nn.Module) -> tuple[int, int, int]:
+    """Returns the number of features of the layer's input, of its key heads, and of features of all heads' values."""
+    config = layer.config
+    heads = getattr(config, "num_key_value_heads", None) or config.num_attention_heads
+    head_dim = getattr(layer, "v_head_dim", None) or getattr(layer, "head_dim", None)
+    if head_dim is None:
+        head_dim = config.hidden_size // config.num_attention_heads
+    features = getattr(layer, "attention_hidden_size", config.hidden_size)
+    return features, heads, heads * head_dim
+
+
+def device_of(layer: nn.Module) -> torch.device:
+    """Returns the device where a layer computes. accelerate's hooks bring parameters there from the CPU or a disk."""
+    device = next(layer.parameters()).device
+    return device if device.type != "meta" else next(_execution_devices(layer), device)
+
+
+def _execution_devices(layer: nn.Module) -> Iterator[torch.device]:
+    for module in layer.modules():
+        hook = getattr(module, "_hf_hook", None)
+        for own in getattr(hook, "hooks", (hook,)):
+            device = getattr(own, "execution_device", None)
+            if device is not None:
+                yield torch.device(device)
+
+
+def is_offloaded(module: nn.Module) -> bool:
+    """Whether accelerate keeps parameters of a module on the CPU or a disk, and gives it empty ones on "meta"."""
+    is_meta = any(parameter.is_meta for parameter in module.parameters())
+    return is_meta and next(_execution_devices(module), None) is not None
 
 
 def _window_of_its_own(layer: nn.Module) -> bool:

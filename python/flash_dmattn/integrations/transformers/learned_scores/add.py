@@ -22,14 +22,17 @@ from ..compat import (
 )
 from ..families import (
     REASONS_AGAINST_SCORES,
+    device_of,
     is_attention,
+    number_of,
     reason_against_scores,
     reason_to_refuse,
+    sizes_of,
     type_of,
 )
 from ..model_state import ALL_STORED_NAMES, NAMES, PIECES, SCORED_NAME, add_hook
 from .decoder_hooks import decoder_hooks, remove_decoder_hooks
-from .layers import add_scorer, device_of, has_scores, number_of, remove_scorer, sizes_of
+from .layers import add_scorer, has_scores, remove_scorer
 
 PHASES = ("soft", "hard", "off")
 _METHOD = "set_score_phase"  # attributes of a model

@@ -12,8 +12,8 @@ from tqdm.auto import tqdm
 from ...._core.checks import check_count
 from ....budgets import BYTES_OF_SLOT, KeyBudgets, collected_scores, divide_scores, loss_of_records
 from ..._shared.config_rules import CONFIG_NAME, LearnedScores, head_dims_of, make_rules
+from ..families import sizes_of
 from .add import scored_layers, set_score_phase
-from .layers import sizes_of
 
 
 def budget_loss(

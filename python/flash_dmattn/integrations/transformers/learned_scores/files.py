@@ -17,8 +17,9 @@ from transformers.utils import logging as transformers_logging
 
 from ..._shared.config_rules import CONFIG_NAME, LearnedScores
 from ..._shared.scorers import Scorer
+from ..families import is_offloaded, number_in_name
 from .add import add_learned_scores, remove_learned_scores, scored_layers
-from .layers import has_scores, is_offloaded, number_in_name
+from .layers import has_scores
 
 _TENSORS, _RULE = "learned_scores.safetensors", "learned_scores.json"
 _PART = "scorer"  # the name of a layer's scorer in the names of its parameters

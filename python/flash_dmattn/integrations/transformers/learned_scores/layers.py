@@ -8,18 +8,28 @@ from __future__ import annotations
 
 import functools
 import inspect
-from collections.abc import Iterator
 from dataclasses import dataclass, field
+from typing import Any
 
 import torch
-from torch import nn
+import torch.nn.functional as F
+from torch import Tensor, nn
 
+from ...._core.numerics import Numerics
 from ....budgets import SoftScores
+from ....keys.intervals import KeyIntervals
 from ....keys.rule import SelectionRule
-from ..compat import CACHE_NAMES
+from ....scores import bias_to_learn
+from ..._shared.layer_call import layer_arguments, present_tokens
+from ..cache import DynamicMaskCache
+from ..cache_layer import DynamicMaskLayer
+from ..compat import CACHE, CACHE_NAMES
 from ..model_state import PIECES, SCORED_NAME, SCORES, add_hook, remove_hooks
-from .call import ScoreCall
+from ..scored_attention import KeyScores, LayerOptions, attend_with_keys, attend_with_slots
+from ..scored_cache import CacheState, store_scores
 
+# query [B, Sq, Hq, D], key [B, Sk, Hkv, D], value [B, Sk, Hkv, Dv]
+States = tuple[Tensor, Tensor, Tensor]
 _CACHE_NAMES = (*CACHE_NAMES, "layer_past")
 
 
@@ -39,22 +49,6 @@ class Scoring:
 
 def has_scores(layer: nn.Module) -> bool:
     return "scoring" in vars(layer)
-
-
-def number_in_name(name: str) -> int:
-    """Returns the layer's number in a name such as "model.layers.3.self_attn". Raises ValueError if it has none."""
-    numbers = [part for part in name.split(".") if part.isdigit()]
-    if not numbers:
-        raise ValueError(
-            f"model: got a layer {name!r}, expected one with a number, such as layers.3"
-        )
-    return int(numbers[-1])
-
-
-def number_of(layer: nn.Module, name: str) -> int:
-    """Returns the layer's number in caches and files. Zamba 2 numbers all its attention layers -1 and passes the
-    number to forward."""
-    return layer.layer_idx if layer.layer_idx >= 0 else number_in_name(name)
 
 
 def add_scorer(
@@ -112,33 +106,194 @@ def _argument_names(layer_class: type[nn.Module]) -> tuple[str, ...]:
     return tuple(inspect.signature(layer_class.forward).parameters)[1:]
 
 
-def sizes_of(layer: nn.Module) -> tuple[int, int, int]:
-    """Returns the number of features of the layer's input, of its key heads, and of features of all heads' values."""
-    config = layer.config
-    heads = getattr(config, "num_key_value_heads", None) or config.num_attention_heads
-    head_dim = getattr(layer, "v_head_dim", None) or getattr(layer, "head_dim", None)
-    if head_dim is None:
-        head_dim = config.hidden_size // config.num_attention_heads
-    features = getattr(layer, "attention_hidden_size", config.hidden_size)
-    return features, heads, heads * head_dim
+class ScoreCall:
+    """One call of a layer with scores: a keyword of the attention function.
 
+    Keys come from a `DynamicMaskCache`, from the pieces of other ranks, or from the layer's arguments, which transformers'
+    own cache may have extended. Each has a method `_attend_...`.
+    """
 
-def device_of(layer: nn.Module) -> torch.device:
-    """Returns the device where a layer computes. accelerate's hooks bring parameters there from the CPU or a disk."""
-    device = next(layer.parameters()).device
-    return device if device.type != "meta" else next(_execution_devices(layer), device)
+    def __init__(self, layer: nn.Module, hidden: Tensor, cache: object, position, pieces: Any):
+        """
+        Args:
+            hidden: the layer's input, [B, S, features].
+            cache: the cache that the layer gets, or None. position: `cache_position` (transformers 4).
+            pieces: context_parallel.PieceForward, if this rank has a piece of each sequence; None: it has whole sequences.
+        """
+        self.layer, self.hidden, self.pieces = layer, hidden, pieces
+        self.cache = getattr(cache, "self_attention_cache", cache)  # in an EncoderDecoderCache
+        self.slots: DynamicMaskLayer | None = None  # of a DynamicMaskCache, once it gets the keys
+        self.state: CacheState | None = None  # of transformers' own cache, before it gets the keys
+        self.first_query: Tensor | int | None = (
+            None  # its column in a static cache; None: the last query is the last key
+        )
+        self.has_attended = False
+        if isinstance(self.cache, DynamicMaskCache):
+            self.cache.receiver = self
+        elif self.cache is not None:
+            self.state = CacheState.of_layer(self.cache, layer.layer_idx, position)
+            self.first_query = self.state.position
 
+    def attend(
+        self,
+        query: Tensor,
+        key: Tensor,
+        value: Tensor,
+        mask: Tensor | None,
+        dropout: float = 0.0,
+        *,
+        scaling: float | None = None,
+        softcap: float | None = None,
+        sliding_window: int | None = None,
+        s_aux: Tensor | None = None,
+        is_causal: bool | None = None,  # these layers are, whether their masks say it or not
+        **keywords,
+    ) -> Tensor:
+        """Computes attention in the layer's phase. Arguments as in `attention_forward`. Returns [B, Sq, Hq, D]."""
+        layer = self.layer
+        if sliding_window is not None:
+            raise ValueError(
+                f"sliding_window: got {sliding_window} in a layer with learned scores, expected None"
+            )
+        scores = self.scores_of(key, value)
+        scorer = getattr(layer.scorer, "function", None)
+        if hasattr(scorer, "clear_query"):  # it read some channels of the query as scores
+            query = scorer.clear_query(query)
+        mask, *states = layer_arguments(layer, query, key, value, mask, keywords, dropout)
+        numerics = Numerics.from_arguments(scaling, None, softcap, "saturate", None)
+        options = LayerOptions(numerics, s_aux)
+        if self.pieces is not None:
+            return self._attend_to_pieces(states, scores, options)
+        if self.slots is not None:
+            return self._attend_to_slots(states, scores, mask, options)
+        return self._attend_to_keys(states, scores, mask, options)
 
-def _execution_devices(layer: nn.Module) -> Iterator[torch.device]:
-    for module in layer.modules():
-        hook = getattr(module, "_hf_hook", None)
-        for own in getattr(hook, "hooks", (hook,)):
-            device = getattr(own, "execution_device", None)
-            if device is not None:
-                yield torch.device(device)
+    def scores_of(self, key: Tensor, value: Tensor) -> Tensor:
+        """Returns scores [B, Hkv, S] of keys and values [B, Hkv, S, D]. New tokens are the last rows; in a static cache they
+        begin at `first_query`, and with slots there are no others."""
+        layer, new = self.layer, self.hidden.shape[1]
+        if self.has_attended:  # a cache would take the scores a second time
+            raise RuntimeError(
+                f"scorer: got a second attention call in layer {layer.layer_idx}, expected one: the cache stores one value per key"
+            )
+        self.has_attended, keys = True, key
+        if isinstance(self.cache, DynamicMaskCache) and self.slots is None:
+            raise ValueError(
+                f"{CACHE}: got a DynamicMaskCache whose layer {layer.layer_idx} got no keys, expected them. Use transformers' "
+                "DynamicCache"
+            )
+        if self.first_query is not None:
+            columns = torch.arange(new, device=key.device) + self.first_query
+            key, value = (t.index_select(2, columns) for t in (key, value))
+        elif key.shape[2] > new:
+            key, value = key[:, :, -new:], value[:, :, -new:]
+        scores = layer.scorer(self.hidden, key.transpose(1, 2), value.transpose(1, 2))
+        if scores.shape[1] != key.shape[1]:
+            raise ValueError(
+                f"scorer: got scores of {scores.shape[1]} heads, expected {key.shape[1]}, as many as keys have"
+            )
+        if self.state is None:
+            return scores
+        scores = store_scores(self.cache, layer.layer_idx, layer.config, scores, self.state, keys)
+        if scores is None:
+            raise ValueError(
+                f"{CACHE}: got keys without scores in layer {layer.layer_idx}, expected a cache that was filled by this model with "
+                "its scores on (phase 'soft' or 'hard')"
+            )
+        return scores
 
+    def _attend_to_keys(
+        self,
+        states: States,
+        scores: Tensor,
+        mask: Tensor | KeyIntervals | None,
+        options: LayerOptions,
+    ) -> Tensor:
+        layer, scoring = self.layer, self.layer.scoring
+        rule = scoring.rule
+        query, key, _ = states
+        queries, keys = query.shape[1], key.shape[1]
+        if scoring.phase == "soft":
+            if self.first_query is not None:
+                raise ValueError(
+                    f"{CACHE}: got a static one in the phase 'soft', expected a cache that grows, or the phase 'hard'"
+                )
+            gates = scoring.record.gates(scores, scoring.temperature)
+            bias = self._of_keys(scores - layer.scorer.first_score if gates is scores else gates)
+            used = KeyScores(rule, scores, bias, rule.recent_window, hides=False)
+            return attend_with_keys(*states, mask, used, options)
+        scores = self._of_keys(scores)
+        bias = bias_to_learn(scores)
+        # Intervals over keys of a cache are causality and padding; so are the masks of a static cache, others raise.
+        is_padding = mask is None or (
+            self.cache is not None and queries < keys and isinstance(mask, KeyIntervals)
+        )
+        is_static = self.first_query is not None
+        is_prompt = self.state is not None and (
+            isinstance(self.first_query, int) if is_static else queries == keys
+        )
+        used = KeyScores(
+            rule, scores, bias, 0 if bias is None else rule.recent_window,
+            hides=not (scoring.dense_prefill and is_prompt),
+            is_padding=is_static or (bias is None and is_padding), first_query=self.first_query,
+        )  # fmt: skip
+        return attend_with_keys(*states, mask, used, options)
 
-def is_offloaded(module: nn.Module) -> bool:
-    """Whether accelerate keeps parameters of a module on the CPU or a disk, and gives it empty ones on "meta"."""
-    is_meta = any(parameter.is_meta for parameter in module.parameters())
-    return is_meta and next(_execution_devices(module), None) is not None
+    def _attend_to_slots(
+        self,
+        states: States,
+        scores: Tensor,
+        mask: Tensor | KeyIntervals | None,
+        options: LayerOptions,
+    ) -> Tensor:
+        layer, scoring, slots = self.layer, self.layer.scoring, self.slots
+        self._check_phase("a DynamicMaskCache")
+        slots.check_rule(scoring.rule, layer.layer_idx)
+        queries, scores = states[0].shape[1], scores.float()
+        present = None if mask is None else present_tokens(mask, queries)
+        if scoring.late and not slots.is_empty:
+            slots.prefetch()
+            last = None if present is None else present[:, 0]
+            slots.slots.rescore_last(scores[..., 0], last)
+        is_dense = scoring.dense_prefill and slots.is_empty
+        prompt = KeyScores(scoring.rule, self._of_keys(scores), hides=not is_dense, is_padding=True)
+        return attend_with_slots(
+            *states, mask, prompt, options, slots, present, scores_are_bias=False
+        )
+
+    def _attend_to_pieces(self, states: States, scores: Tensor, options: LayerOptions) -> Tensor:
+        layer, scoring = self.layer, self.layer.scoring
+        rule = scoring.rule
+        try:
+            self._check_phase("context parallelism")
+            if self.slots is not None:
+                if scoring.dense_prefill:
+                    raise ValueError(
+                        "dense_prefill: got True with a cache and context parallelism, expected False: a prompt would see "
+                        "all keys of all earlier ranks"
+                    )
+                self.slots.check_rule(rule, layer.layer_idx)
+        except ValueError as error:
+            self.pieces.group.collectives.raise_on_all_ranks("begin_exchange", error)
+        if scoring.late:
+            raise ValueError(
+                "late: got True with context parallelism, expected False: the next token is another rank's"
+            )
+        bias = bias_to_learn(scores)
+        return self.pieces.attend(
+            *states, scores.detach(), rule, self.slots, bias=bias,
+            bias_delay=0 if bias is None else rule.recent_window,
+            scale=options.numerics.scale, softcap=options.numerics.softcap, sink_logits=options.sink_logits,
+        )  # fmt: skip
+
+    def _check_phase(self, where: str) -> None:
+        phase = self.layer.scoring.phase
+        if phase != "hard":
+            raise ValueError(
+                f"phase: got {phase!r} with {where}, expected 'hard': in another phase a query sees all earlier keys"
+            )
+
+    def _of_keys(self, scores: Tensor) -> Tensor:
+        """Returns the scores [B, Hkv, S] of keys, made of the scores of tokens.
+        The last key of late scores, which is recent, has 0."""
+        return F.pad(scores[..., 1:], (0, 1)) if self.layer.scoring.late else scores
