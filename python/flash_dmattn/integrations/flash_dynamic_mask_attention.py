@@ -4,7 +4,6 @@ import torch
 
 from .._core.checks import resolve_flag
 from ..keys.intervals import KeyIntervals
-from ._shared.layer_attention import take_bias_and_window
 from ._shared.layer_call import (
     cast_states,
     check_probabilities,
@@ -14,7 +13,7 @@ from ._shared.layer_call import (
     swap_heads_and_tokens,
     target_dtype,
 )
-from .packed_sequences import attend_by_mask_or_sequences
+from .packed_sequences import attend_by_mask_or_sequences, take_bias_and_window
 
 __all__ = ["flash_dynamic_mask_attention_forward"]
 
@@ -59,7 +58,7 @@ def flash_dynamic_mask_attention_forward(
     check_states("[B, H, S, D]", query=query, key=key, value=value)
     states = swap_heads_and_tokens(query, key, value)
     kwargs |= {"attention_bias": attention_bias, "position_bias": position_bias, "window_size": window_size}  # fmt: skip
-    bias, keep = take_bias_and_window(kwargs, *states[:2], module, ("attention_bias", "position_bias"))  # fmt: skip
+    bias, keep = take_bias_and_window(kwargs, *states[:2], module)
     check_probabilities(dropout, kwargs)
     if query.numel() == 0:
         raise ValueError(f"query: got shape {tuple(query.shape)}, expected no dimension of size 0")

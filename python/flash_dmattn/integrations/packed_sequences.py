@@ -6,21 +6,61 @@ from collections.abc import Mapping
 import torch
 import torch.nn.functional as F
 
-from .._core.checks import check_count, check_positions, may_read
+from .._core.checks import (
+    MASK_VALUE,
+    check_count,
+    check_positions,
+    may_read,
+    squeeze_query_dimension,
+)
+from .._core.numerics import Numerics
+from .._dispatch import attention, with_lse
 from ..functional import flash_dmattn_varlen_func
 from ..keys.intervals import KeyIntervals, intersect
 from ..keys.patterns import sliding_window as window_of_rows
 from ..keys.recognise import refuse_negative, split_additive
-from ._shared.layer_attention import attend_by_mask, checked_options
+from ..keys.rule import SelectionRule
+from ..keys.select import select_elements
+from ..keys.visible import Visible
 from ._shared.layer_call import (
     PACKED_KEYWORDS,
     PackedSequences,
     allows_all,
     check_mask_type,
+    checked_options,
     intervals_of_documents,
+    normalize_mask,
     packed_keywords,
     sequences_of_offsets,
+    take_bias,
 )
+
+
+def take_bias_and_window(
+    keywords: dict, query: torch.Tensor, key: torch.Tensor, layer: torch.nn.Module | None = None
+) -> tuple[torch.Tensor | None, int | None]:
+    """Removes the bias and the number of keys that a query keeps, each of which has two names, from keywords, and returns them.
+
+    The number for a bias is by default `layer.keep_window_size` or `layer.window_size`.
+    """
+    bias, keep = take_bias(keywords, query, key), None
+    if bias is not None:
+        keep = getattr(layer, "keep_window_size", getattr(layer, "window_size", None))
+    sizes = {name: keywords.pop(name, None) for name in ("keep_window_size", "window_size")}
+    sizes = {name: size for name, size in sizes.items() if size is not None}
+    for name, size in sizes.items():
+        check_count(size, name)
+        if bias is None:
+            raise ValueError(
+                f"{name}: got {size} without attention_bias, expected a bias with the scores of keys"
+            )
+        keep = size
+    if len(sizes) == 2 and sizes["window_size"] != sizes["keep_window_size"]:
+        raise ValueError(
+            f"window_size: got {sizes['window_size']} together with keep_window_size {sizes['keep_window_size']}, expected one of "
+            "them (aliases)"
+        )
+    return bias, keep
 
 
 def attend_by_mask_or_sequences(
@@ -34,8 +74,19 @@ def attend_by_mask_or_sequences(
     position_ids: torch.Tensor | None = None,
     **keywords,
 ) -> torch.Tensor:
-    """Does what `attend_by_mask` does, in packed sequences too. keywords: those of `attend_by_mask`, and PACKED_KEYWORDS."""
-    query, key, _ = states
+    """Computes attention in which a query sees the keys that the mask shows, in packed sequences too; of these, with a window,
+    those with the highest bias.
+
+    Args:
+        states: query [B, Sq, Hq, D], key [B, Sk, Hkv, D] and value [B, Sk, Hkv, Dv].
+        mask, is_causal: as in `_flash_dynamic_mask_attention_forward`.
+        bias, keep: of `take_bias_and_window`.
+        keywords: of `checked_options`, and PACKED_KEYWORDS.
+
+    Returns:
+        [B, Sq, Hq, Dv].
+    """
+    query, key, value = states
     packed = packed_keywords(keywords)
     keywords = {name: x for name, x in keywords.items() if name not in PACKED_KEYWORDS}
     selects = keep is not None and key.shape[1] > keep
@@ -43,10 +94,22 @@ def attend_by_mask_or_sequences(
         packed, position_ids, mask, query, key.shape[1],
         sliding_window=sliding_window, is_causal=is_causal, selects=selects,
     )  # fmt: skip
-    if not isinstance(visible, PackedSequences):
-        return attend_by_mask(states, visible, is_causal, bias, keep, **keywords)
     options = checked_options(query, **keywords)
-    return attend_in_sequences(*states, bias, visible, keep, is_causal=is_causal, **options)
+    if isinstance(visible, PackedSequences):
+        return attend_in_sequences(*states, bias, visible, keep, is_causal=is_causal, **options)
+    mask, intervals, added = normalize_mask(visible, bias, query, key, chooses=selects)
+    rule = scores = None
+    if selects:
+        mask, intervals, rule, scores = _make_rule(
+            bias, mask, intervals, keep, is_causal, query, key
+        )
+    sink_logits = options.pop("sink_logits")
+    numerics = Numerics.from_arguments(**options, softmax_scale=None, nonfinite="saturate")
+    visible = Visible(mask, is_causal, intervals)
+    out, statistics = attention(
+        query, key, value, added, visible, numerics, rule=rule, scores=scores
+    )
+    return with_lse(out, statistics, return_lse=False, sink_logits=sink_logits)
 
 
 def is_key_mask(mask: torch.Tensor | KeyIntervals, query_length: int, key_length: int) -> bool:
@@ -186,3 +249,26 @@ def attend_in_sequences(
         **options,
     )
     return out.unflatten(0, query.shape[:2])
+
+
+def _make_rule(
+    attention_bias: torch.Tensor,
+    mask: torch.Tensor | None,
+    intervals: KeyIntervals | None,
+    keep: int,
+    is_causal: bool,
+    query: torch.Tensor,
+    key: torch.Tensor,
+) -> tuple[torch.Tensor | None, KeyIntervals | None, SelectionRule | None, torch.Tensor | None]:
+    """Returns the mask, the intervals, the rule and the scores of a call that selects keys.
+
+    4-d scores select single elements: the mask then contains the selection.
+    """
+    scores = squeeze_query_dimension(attention_bias.detach())
+    if scores.dim() == 4:
+        shown = Visible(mask, is_causal, intervals)
+        mask = select_elements(scores, shown, keep, query, key, MASK_VALUE[scores.dtype])
+        return mask, None, None, None
+    has_no_queries = intervals is None and (mask is None or mask.dim() == 3)
+    mode = "global" if has_no_queries else "per_query"
+    return mask, intervals, SelectionRule(keep, mode).checked_rule(), scores

@@ -7,9 +7,20 @@ from typing import NamedTuple
 import torch
 from torch import Tensor
 
-from ..._core.checks import check_count, check_tensor, may_read
+from ..._core.checks import (
+    add_query_dimension,
+    broadcast_argument,
+    check_bias,
+    check_count,
+    check_tensor,
+    may_read,
+    widen_bias,
+)
+from ..._core.numerics import resolve_scale
 from ...keys.intervals import KeyIntervals, intersect
 from ...keys.positions import check_offsets
+from ...keys.recognise import Memo, intervals_of_mask, refuse_negative, split_additive
+from ...merge import check_sink_logits
 
 # ---- Keywords -----------------------------------------------------------------------------------
 
@@ -89,6 +100,39 @@ def packed_keywords(keywords: Mapping[str, object]) -> dict[str, object]:
                 f"{name}: got a {type(value).__name__}, expected one value; it belongs to {_PAGED}"
             )
     return packed
+
+
+def checked_options(
+    query: Tensor,
+    *,
+    scaling: float | None = None,
+    softcap: float | None = None,
+    deterministic: bool | None = None,
+    s_aux: Tensor | None = None,
+    **others,
+) -> dict[str, object]:
+    """Returns keywords of transformers by their names in flash_dmattn_func. others: change nothing; the rest raise."""
+    check_keywords(others)
+    if s_aux is not None:
+        check_sink_logits(s_aux, query, "s_aux")
+    scale = None if scaling is None else resolve_scale(scaling, "scaling")
+    options = {"scale": scale, "softcap": softcap, "deterministic": deterministic}
+    return options | {"sink_logits": s_aux}
+
+
+def take_bias(keywords: dict, query: Tensor, key: Tensor) -> Tensor | None:
+    """Removes the bias, which has two names, from keywords, and returns it."""
+    bias = None
+    for name in ("position_bias", "attention_bias"):
+        given = keywords.pop(name, None)
+        if given is None:
+            continue
+        if bias is not None:
+            raise ValueError(
+                f"{name}: got a tensor together with position_bias, expected one of them (aliases)"
+            )
+        bias = check_bias(given, name, query, key)
+    return bias
 
 
 # ---- Masks --------------------------------------------------------------------------------------
@@ -189,6 +233,56 @@ def _is_two_by_two_mask(mask: Tensor, query_length: int) -> bool:
             "KeyIntervals"
         )
     return False
+
+
+def normalize_mask(
+    mask: Tensor | KeyIntervals | None,
+    bias: Tensor | None,
+    query: Tensor,
+    key: Tensor,
+    *,
+    chooses: bool = False,
+    memo: Memo | None = None,
+) -> tuple[Tensor | None, KeyIntervals | None, Tensor | None]:
+    """Returns (mask, intervals, bias). The mask is bool [B, H, Sk] or [B, H, Sq, Sk], unless intervals describe it.
+
+    An additive mask that has values besides allowing and masking ones is split into a mask and a bias.
+    chooses: whether a choice of keys follows. The choice recognises intervals in a bool mask by itself.
+    """
+    query_length, key_length = query.shape[1], key.shape[1]
+    intervals = as_key_intervals(check_mask_type(mask), query_length, key_length)
+    if mask is None or intervals is not None:
+        return None, intervals, bias
+    if mask.dim() == 0 or mask.shape[-1] != key_length:
+        raise ValueError(
+            f"attention_mask: got shape {tuple(mask.shape)}, expected {key_length} keys last"
+        )
+    refuse_negative(mask, memo)
+    mask = broadcast_argument(mask, "attention_mask", query, key)
+    if mask.dim() < 4:
+        if mask.is_floating_point():
+            raise TypeError(
+                f"attention_mask: got {mask.dtype} of shape {tuple(mask.shape)}, expected bool or integers (nonzero: visible); "
+                "an additive mask has 4 dimensions"
+            )
+        return mask.bool(), None, bias
+    if mask.shape[2] > 1 and not (chooses and mask.dtype == torch.bool):
+        intervals = intervals_of_mask(mask, memo)
+        if intervals is not None:
+            return None, intervals, bias
+    if mask.is_floating_point():
+        additive = mask
+        mask, adds = split_additive(additive, memo)
+        if adds:
+            bias = additive if bias is None else _sum_of_biases(additive, add_query_dimension(bias))
+    mask = mask.bool()
+    return mask if mask.shape[2] > 1 else mask.squeeze(2), None, bias
+
+
+def _sum_of_biases(x: Tensor, y: Tensor) -> Tensor:
+    if x.dtype != y.dtype:
+        x, y = widen_bias(x, x.dtype), widen_bias(y, y.dtype)
+    return x + y
 
 
 # ---- Packed sequences ---------------------------------------------------------------------------

@@ -5,14 +5,19 @@ from __future__ import annotations
 from torch import Tensor, nn
 
 from ..._core.checks import resolve_flag
-from .._shared.layer_attention import attend_by_mask, take_bias_and_window
+from ..._core.numerics import Numerics
+from ..._dispatch import attention, with_lse
+from ...keys.visible import Visible
 from .._shared.layer_call import (
     PACKED_KEYWORDS,
     cast_states,
     check_probabilities,
+    checked_options,
     hide_other_sequences,
     is_causal_mask,
+    normalize_mask,
     swap_heads_and_tokens,
+    take_bias,
     target_dtype,
 )
 from .families import FLAG_WITH_EVERY_MASK, type_of
@@ -65,7 +70,7 @@ def _attend_by_mask(
 
     Without a mask a query sees all keys, and under a mask [B, 1, 1, Sk] all keys that the mask shows. Offsets of packed sequences
     hide the keys of other sequences. A layer's `is_causal` is ignored: many layers have none, or a wrong one, because eager
-    attention never reads it. Masks of `key_interval_mask` include causality. A caller of the model may choose keys by a bias.
+    attention never reads it. Masks of `key_interval_mask` include causality. A model, or its caller, may add a bias.
     """
     if is_causal is not None:
         _check_causality(module, query, mask, resolve_flag(is_causal, "is_causal"))
@@ -74,11 +79,17 @@ def _attend_by_mask(
     has_causality = is_causal_mask(mask)
     mask = hide_other_sequences(mask, kwargs, query.shape[0], query.shape[2], key.shape[2])
     kwargs = {name: value for name, value in kwargs.items() if name not in PACKED_KEYWORDS}
-    states = swap_heads_and_tokens(query, key, value)
-    bias, keep = take_bias_and_window(kwargs, *states[:2], module)
     mask = None if is_causal_mask(mask) else mask
-    states = cast_states(states, target_dtype(module, query))
-    return attend_by_mask(states, mask, has_causality, bias, keep, **kwargs)
+    states = swap_heads_and_tokens(query, key, value)
+    bias = take_bias(kwargs, *states[:2])
+    query, key, value = cast_states(states, target_dtype(module, query))
+    options = checked_options(query, **kwargs)
+    sink_logits = options.pop("sink_logits")
+    numerics = Numerics.from_arguments(**options, softmax_scale=None, nonfinite="saturate")
+    mask, intervals, bias = normalize_mask(mask, bias, query, key)
+    visible = Visible(mask, has_causality, intervals)
+    out, statistics = attention(query, key, value, bias, visible, numerics)
+    return with_lse(out, statistics, return_lse=False, sink_logits=sink_logits)
 
 
 def _check_causality(

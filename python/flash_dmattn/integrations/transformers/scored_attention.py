@@ -18,7 +18,7 @@ from ...keys.rule import SelectionRule
 from ...keys.select import select_by_rule, select_key_intervals, select_visible
 from ...keys.visible import Visible
 from ...merge import add_sink
-from .._shared.layer_attention import normalize_mask
+from .._shared.layer_call import normalize_mask
 from .cache_layer import DynamicMaskLayer
 from .token_order import ScoredTokens, TokenOrder, counts_tokens
 
@@ -133,7 +133,7 @@ def _visible_elements(
     query: Tensor, key: Tensor, mask: Tensor | KeyIntervals | None, memo: Memo | None
 ) -> Visible:
     """Returns the elements that a mask shows."""
-    mask, intervals, additive = normalize_mask(mask, None, query, key, chooses=False, memo=memo)
+    mask, intervals, additive = normalize_mask(mask, None, query, key, memo=memo)
     if additive is not None:
         raise ValueError(
             "attention_mask: got an additive mask that adds other values than 0 to visible keys, expected a bool mask or key intervals"
