@@ -6,7 +6,6 @@ import torch
 import torch.nn.functional as F
 from transformers.cache_utils import CacheLayerMixin
 
-from ..._core.checks import may_read
 from ..._core.kv_checks import check_slot_kernels
 from ...generation.cache import KVSlots
 from ...keys.rule import SelectionRule
@@ -15,12 +14,6 @@ from .compat import CACHE, CROPS_TO_A_LENGTH
 from .token_order import ScoredTokens, TokenOrder, counts_tokens, gather_columns, tokens_first
 
 RECORDED_TOKENS = 128  # at least this many tokens can be dropped again
-
-
-class OffsetWithLayer(int):
-    """The offset of a mask's keys: the number of tokens in a layer. A mask function finds the layer through it."""
-
-    layer: "DynamicMaskLayer"
 
 
 class DynamicMaskLayer(CacheLayerMixin):
@@ -62,8 +55,6 @@ class DynamicMaskLayer(CacheLayerMixin):
         # _length counts them.
         self._seen = 0
         self._length: torch.Tensor | None = None
-        # How many tokens of each row the masks have hidden so far; (): no tokens. None: the host does not know.
-        self._padding: tuple[int, ...] | None = None
         self._counts_tokens = counts_tokens(self.rule)
         self._recorded: ScoredTokens | None = (
             None  # the columns whose tokens are pending in the slots
@@ -124,8 +115,6 @@ class DynamicMaskLayer(CacheLayerMixin):
         self._seen = length
         if self._counts_on_device:
             self._length.fill_(length)
-        self._padding = None if self.is_compileable else ()
-        self._count_padding(tokens.present)
 
     @torch.no_grad()
     def adopt_slots(self, slots: KVSlots, tokens: int) -> None:
@@ -138,7 +127,7 @@ class DynamicMaskLayer(CacheLayerMixin):
         self._check_rows(slots.k)
         self.prefetch()
         self.slots.restore(slots)
-        self._seen, self._padding, self._recorded = tokens, None, None
+        self._seen, self._recorded = tokens, None
         if self._counts_on_device:
             self._length.fill_(tokens)
 
@@ -184,7 +173,6 @@ class DynamicMaskLayer(CacheLayerMixin):
             places = columns.argsort(1)
             out, lse = gather_columns(out, places, 1), gather_columns(lse, places, 2)
         self._count_tokens(length)
-        self._count_padding(tokens.present)
         return out, lse
 
     def _step_of_tokens(
@@ -264,35 +252,6 @@ class DynamicMaskLayer(CacheLayerMixin):
                 "from one model, and all or none under torch.autocast"
             )
 
-    def check_mask(self, mask: torch.Tensor | None, tokens: int) -> None:
-        """Raises if a call's mask [B, positions] does not show the earlier tokens as the masks of earlier calls did.
-
-        The earlier masks chose the cached keys. Values of a mask on a GPU are not read. A static layer has no check.
-
-        tokens: the number of new tokens, for which there was no mask yet.
-        """
-        if self.is_empty or self.is_compileable:
-            return
-        if mask is not None and mask.shape[-1] < self._seen:
-            raise ValueError(
-                f"attention_mask: got {mask.shape[-1]} positions, expected {self._seen + tokens}: those of {self._seen} tokens in the "
-                f"cache, and of {tokens} new ones"
-            )
-        if self._padding is None or not (mask is None or mask.is_cpu):
-            return
-        expected = [self._seen - hidden for hidden in self._padding or (0,) * self.batch_size]
-        shown = [self._seen]
-        if mask is not None:
-            shown = mask[:, : self._seen].bool().sum(1, dtype=torch.int32).tolist()
-        if len(shown) == 1:
-            shown *= self.batch_size
-        if shown != expected:
-            raise ValueError(
-                f"attention_mask: got {'None' if mask is None else 'a mask'} that hides different tokens among the first {self._seen} "
-                f"than earlier masks did, expected the same ones: they chose the keys of a DynamicMaskCache. {CACHE}=DynamicCache() "
-                "follows every mask"
-            )
-
     def check_rule(self, rule: SelectionRule, layer_idx: int) -> None:
         """Raises unless the slots follow the rule of an attention layer."""
         if self.rule == rule:
@@ -348,12 +307,7 @@ class DynamicMaskLayer(CacheLayerMixin):
         """
         if isinstance(query_length, torch.Tensor):  # transformers 4: the positions of the queries
             query_length = query_length.shape[0]
-        length = self.get_seq_length()
-        if self.is_compileable or not may_read():
-            return query_length, length
-        offset = OffsetWithLayer(length)
-        offset.layer = self
-        return query_length, offset
+        return query_length, self.get_seq_length()
 
     def get_max_length(self) -> int:
         return -1
@@ -393,8 +347,6 @@ class DynamicMaskLayer(CacheLayerMixin):
         self._commit(kept)
         self._recorded = None
         self._count_tokens(tokens_to_remove)
-        if tokens_to_remove and self._padding:
-            self._padding = None
 
     def reset(self) -> None:
         """Forgets all tokens and keeps the memory. New tokens are not recorded until recording is activated again."""
@@ -455,16 +407,6 @@ class DynamicMaskLayer(CacheLayerMixin):
         elif self._counts_on_device:
             self._length.add_(tokens)
 
-    def _count_padding(self, key_mask: torch.Tensor | None) -> None:
-        if key_mask is None or self._padding is None:
-            return
-        if not (may_read() and key_mask.is_cpu):
-            self._padding = None
-            return
-        hidden = (~key_mask).sum(1).tolist()
-        before = self._padding or (0,) * len(hidden)
-        self._padding = tuple(map(sum, zip(before, hidden, strict=True)))
-
     @torch.no_grad()
     def _select_rows(self, rows: torch.Tensor) -> None:
         """Replaces the rows of the batch by the rows with these numbers. A static layer keeps its memory if the number
@@ -472,8 +414,6 @@ class DynamicMaskLayer(CacheLayerMixin):
         if self.is_empty:
             return
         rows = rows.to(self.keys.device)
-        if self._padding:
-            self._padding = tuple(self._padding[row] for row in rows.tolist())
         if self._recorded is not None:
             self._recorded = self._recorded.each(lambda t, _: t[rows])
         if self.is_compileable and len(rows) == self.batch_size:

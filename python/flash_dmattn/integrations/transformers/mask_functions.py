@@ -16,7 +16,6 @@ from .._shared.layer_call import (
     check_known_keywords,
     intervals_of_documents,
 )
-from .cache_layer import OffsetWithLayer
 
 # The function of masks in which every query sees every key. 4.57 has none.
 _BIDIRECTIONAL = getattr(masking_utils, "bidirectional_mask_function", None)
@@ -69,9 +68,13 @@ def key_interval_mask(
             f"attention_mask: got {attention_mask.dtype} of shape {tuple(attention_mask.shape)}, expected bool or "
             "integers, nonzero for real tokens; as a bool an additive one would be its opposite"
         )
-    if isinstance(kv_offset, OffsetWithLayer) and may_read():
-        tokens = q_length if cache_position is None else cache_position.shape[0]
-        kv_offset.layer.check_mask(attention_mask, tokens)
+    if attention_mask is not None and may_read() and isinstance(kv_offset, int):
+        positions = attention_mask.shape[-1]
+        if positions < kv_offset:
+            raise ValueError(
+                f"attention_mask: got {positions} positions, expected {kv_offset + kv_length}: those of {kv_offset} earlier tokens, "
+                f"and of {kv_length} new ones"
+            )
     if use_vmap:
         mask = masking_utils.sdpa_mask(
             batch_size=batch_size,
