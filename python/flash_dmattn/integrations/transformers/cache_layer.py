@@ -10,7 +10,7 @@ from ..._core.kv_checks import check_slot_kernels
 from ...generation.cache import KVSlots
 from ...keys.rule import SelectionRule
 from .._shared.layer_call import swap_heads_and_tokens
-from .compat import CACHE, CROPS_TO_A_LENGTH
+from .compat import CACHE
 from .token_order import ScoredTokens, TokenOrder, counts_tokens, gather_columns, tokens_first
 
 RECORDED_TOKENS = 128  # at least this many tokens can be dropped again
@@ -322,17 +322,12 @@ class DynamicMaskLayer(CacheLayerMixin):
 
     @torch.no_grad()
     def crop(self, tokens_to_remove: int) -> None:
-        """Drops the last `-tokens_to_remove` tokens and commits the others.
-
-        In transformers 4, a positive number is the length to which the text is cut.
-        """
+        """Drops the last `-tokens_to_remove` tokens and commits the others."""
         if self.is_empty:
             return
         tokens_to_remove = int(tokens_to_remove)  # a tensor in some versions of transformers
         if tokens_to_remove > 0:
-            if not CROPS_TO_A_LENGTH:
-                raise ValueError(f"tokens_to_remove: got {tokens_to_remove}, expected 0 or less")
-            tokens_to_remove = min(0, tokens_to_remove - int(self.get_seq_length()))
+            raise ValueError(f"tokens_to_remove: got {tokens_to_remove}, expected 0 or less")
         kept = self.slots.pending + tokens_to_remove
         if kept < 0:
             length = int(self.get_seq_length())
