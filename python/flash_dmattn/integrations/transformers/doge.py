@@ -45,8 +45,7 @@ from .scored_cache import CacheState, store_scores
 class Context(NamedTuple):
     """The state of one forward of a DogeModel, which all of its layers share.
 
-    mask_kind: what the mask is.
-        "causal": causality and nothing else.
+    mask_kind: what the mask is, besides plain causality (`is_causal_mask`).
         "padded": causality among the keys that are not padding.
         "packed": causality within documents, so that every query sees its own key.
         None: another mask, or a mask over keys of a cache.
@@ -123,7 +122,7 @@ class FlashDogeAttention(DogeAttention):
         context = kwargs.pop(CONTEXT, None) or Context()
         cache = pop_cache(kwargs)
         cache_position = kwargs.pop("cache_position", None)
-        if context.mask_kind == "causal" or is_causal_mask(attention_mask):
+        if is_causal_mask(attention_mask):
             attention_mask = None
         check_mask_keywords(kwargs, has_mask=attention_mask is not None)
         if cache is None and context.mask_kind != "packed":

@@ -230,7 +230,7 @@ def _begin_forward(model: DogeModel, args: tuple, options: dict) -> tuple[tuple,
     pieces = getattr(model, PIECES, None)
     if pieces is not None:
         arguments |= pieces.changed_arguments(arguments)
-        context = Context("causal", Memo() if may_read() else None, arguments.pop(PIECES))
+        context = Context(None, Memo() if may_read() else None, arguments.pop(PIECES))
         return (), arguments | {CONTEXT: context}
     use_cache = arguments.get("use_cache")
     use_cache = model.config.use_cache if use_cache is None else use_cache

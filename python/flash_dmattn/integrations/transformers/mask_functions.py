@@ -155,7 +155,7 @@ def is_causal_config(config: PretrainedConfig) -> bool:
 def mask_kind(arguments_by_name: dict, use_cache: bool) -> tuple[str | None, torch.Tensor | None]:
     """Returns the kind of mask that transformers makes from arguments (see `doge.Context`), and the mask if known.
 
-    Otherwise the kind could be found only by reading values, which compiled code cannot do.
+    Without them the kind could be found only by reading values, which compiled code cannot do.
     """
     padding, positions = map(arguments_by_name.get, ("attention_mask", "position_ids"))
     tokens = arguments_by_name.get("input_ids")
@@ -167,12 +167,12 @@ def mask_kind(arguments_by_name: dict, use_cache: bool) -> tuple[str | None, tor
         return None, None  # an error of the model
     batch = tokens.shape[0]
     if positions is None:
-        return "causal", causal_mask(batch, tokens.device)
+        return None, causal_mask(batch, tokens.device)
     if use_cache:  # transformers then does not look where positions begin again
         return None, None
     documents = documents_of_positions(positions.expand(batch, -1))
     if may_read() and not documents.any():
-        return "causal", causal_mask(batch, tokens.device)
+        return None, causal_mask(batch, tokens.device)
     return "packed", intervals_of_documents(documents)
 
 

@@ -13,7 +13,7 @@ from torch import Tensor, nn
 from transformers import PreTrainedModel
 from transformers.configuration_utils import PretrainedConfig
 
-from ..._shared.layer_call import intervals_of_documents
+from ..._shared.layer_call import intervals_of_documents, is_causal_mask
 from ..compat import find_cache
 from ..families import is_attention, takes_mask_of_positions, takes_masks_by_type
 from ..mask_functions import is_causal_config, mask_kind
@@ -59,19 +59,17 @@ class DecoderHook:
             return None
         use_cache = arguments.get("use_cache")
         use_cache = bool(getattr(config, "use_cache", False) if use_cache is None else use_cache)
-        kind, mask = mask_kind(arguments, use_cache)
+        _, mask = mask_kind(arguments, use_cache)
         if mask is None:
             return None
         if self.by_type:
-            mask = _masks_of_types(config, arguments, kind, mask)
+            mask = _masks_of_types(config, arguments, mask)
         return (), arguments | {"attention_mask": mask}
 
 
-def _masks_of_types(
-    config: PretrainedConfig, arguments: dict, kind: str, mask: Tensor
-) -> dict[str, Tensor]:
+def _masks_of_types(config: PretrainedConfig, arguments: dict, mask: Tensor) -> dict[str, Tensor]:
     intervals = mask
-    if kind == "causal":  # `mask` says this without intervals
+    if is_causal_mask(mask):  # it has no intervals
         tokens = arguments.get("inputs_embeds")
         tokens = arguments["input_ids"] if tokens is None else tokens[..., 0]
         intervals = intervals_of_documents(torch.zeros_like(tokens, dtype=torch.long))
