@@ -227,9 +227,8 @@ def _flex(inputs: Inputs) -> Step:
         "score_mod": add_bias if bias else None,
         "enable_gqa": group > 1,
     }
-    if (
-        mask is not None
-    ):  # with torch's number of stages, tiles of mask and bias exceed the shared memory
+    # With torch's number of stages, tiles of mask and bias exceed the shared memory.
+    if mask is not None:
         stages = {"bwd_num_stages": 1} | ({"fwd_num_stages": 2} if case.head_dim <= 64 else {})
         options["kernel_options"] = stages
     attend = torch.compile(flex_attention, dynamic=False)
