@@ -12,9 +12,10 @@ from .functional import (
     flex_dmattn_func,
     triton_dmattn_func,
 )
+from .generation.cache import KVSlots
 from .generation.ragged import extend_ragged
 from .generation.ragged_batch import RaggedBatch
-from .generation.with_kvcache import KVSlots, flash_dmattn_with_kvcache
+from .generation.with_kvcache import flash_dmattn_with_kvcache
 from .keys.intervals import KeyIntervals, intersect
 from .keys.patterns import from_padding, packed_documents, prefix_lm, sliding_window
 from .keys.rule import KeyRule

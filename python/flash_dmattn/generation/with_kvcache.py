@@ -1,4 +1,4 @@
-"""Attention with a KV cache that is updated in place."""
+"""Attention with a cache of all keys that is updated in place."""
 
 from __future__ import annotations
 
@@ -22,7 +22,6 @@ from .._core.checks import (
 )
 from .._core.foreign_arguments import refuses_foreign_arguments
 from .._core.kv_checks import (
-    check_chunk,
     check_lengths,
     check_like,
     check_not_expanded,
@@ -37,9 +36,6 @@ from ..keys.intervals import KeyIntervals
 from ..keys.rule import RuleParts, SelectionRule, takes_rule
 from ..keys.select import select_key_intervals
 from ..keys.visible import Visible
-from .cache import KVSlots
-
-__all__ = ["KVSlots", "flash_dmattn_with_kvcache"]
 
 
 class _NewTokens(NamedTuple):
@@ -79,9 +75,6 @@ def flash_dmattn_with_kvcache(
     *,
     scores: Tensor | None = None,
     cache_seqlens: Tensor,
-    slot_positions: Tensor | None = None,
-    slot_counts: Tensor | None = None,
-    key_mask: Tensor | None = None,
     cache_leftpad: Tensor | None = None,
     keep_window_size: int | Sequence[int] | None = None,
     scale: float | None = None,
@@ -92,12 +85,11 @@ def flash_dmattn_with_kvcache(
     backend: str | None = None,
     **rule: Unpack[RuleParts],
 ) -> Tensor | tuple[Tensor, Tensor]:
-    """Adds new tokens to a cache in place and attends causally to its keys: the last query sees the last key.
+    """Adds new tokens to a cache of all keys in place, and attends causally to it: the last query sees the last key.
 
-    The cache holds either all keys or the slots of KVSlots; nothing converts one into the other. On a GPU the host
-    does not read lengths, so that calls can be captured in a CUDA graph.
+    Token t is in place t. On a GPU the host does not read lengths, so that calls can be captured in a CUDA graph. A cache
+    of the keys that a rule shows is a `KVSlots`.
 
-    **All keys** (slot_positions not given): token t is in place t.
     query: [B, n, Hq, D].
     k_cache: [B, S, Hkv, D]; v_cache: [B, S, Hkv, Dv] with Dv from 1 to D.
     score_cache: float32 [B, Hkv, S], one score per key. None: there is neither a bias nor a choice of keys.
@@ -106,18 +98,6 @@ def flash_dmattn_with_kvcache(
     cache_seqlens: int32 [B], the number of tokens of each row before the call. The call does not change it.
     cache_leftpad: int32 [B], the place where the tokens of each row begin.
     keep_window_size, rule: a KeyRule. By default a query sees all keys.
-
-    **Slots** (slot_positions and slot_counts given): the tensors are those of a KVSlots cache under this rule. With equal
-    windows, S = KVSlots.places + room for pending tokens. With different windows, k_cache, v_cache, score_cache and
-    slot_positions are KVSlots' own, [B, total, ...]. On a GPU its slots are bfloat16 or float16.
-    k_cache, v_cache: as above, for example KVSlots.k.transpose(1, 2).
-    score_cache: float32 [B, Hkv, S].
-    slot_positions: int32 [B, Hkv, S].
-    slot_counts: int32 [B, Hkv, 8], zeros for an empty cache.
-    key, value, scores: as above, for one token or up to S - places tokens. There is one query for each of them, and all
-        of them are committed.
-    cache_seqlens: int32 [B], the number of tokens that each row has seen. The call adds the number of new tokens.
-    key_mask: bool [B, m], False for new tokens that are padding.
 
     scale, softcap, nonfinite, backend: as in flash_dmattn_func.
     scores_are_bias: whether the score of a key is added to its attention score, as in dynamic mask attention.
@@ -136,41 +116,14 @@ def flash_dmattn_with_kvcache(
     rule = SelectionRule.of_keywords(keep_window_size, rule).checked_per_query()
     scores_are_bias = check_flag(scores_are_bias, "scores_are_bias")
     return_lse = resolve_flag(return_lse, "return_lse")
-    if slot_counts is None and slot_positions is not None:
+    cache = _AllKeys(k_cache, v_cache, score_cache, cache_seqlens, cache_leftpad)
+    _check_all_keys(query, cache, new)
+    if score_cache is None and rule.hides_keys() and rule.reads_scores():
         raise ValueError(
-            "slot_counts: got None, expected int32 [B, Hkv, 8]: slot_positions are given"
+            "score_cache: got None, expected the scores that keep_window_size chooses by"
         )
-    if slot_positions is None and slot_counts is not None:
-        raise ValueError(
-            "slot_positions: got None, expected int32 [B, Hkv, S]: slot_counts are given"
-        )
-    if slot_positions is None:
-        if key_mask is not None:
-            raise ValueError("key_mask: got a mask for a cache of all keys, expected cache_leftpad")
-        cache = _AllKeys(k_cache, v_cache, score_cache, cache_seqlens, cache_leftpad)
-        _check_all_keys(query, cache, new)
-        if score_cache is None and rule.hides_keys() and rule.reads_scores():
-            raise ValueError(
-                "score_cache: got None, expected the scores that keep_window_size chooses by"
-            )
-        _check_backend(query, backend)
-        out, lse = _attend_to_all_keys(query, cache, new, rule, numerics, scores_are_bias, backend)
-        return (out, lse) if return_lse else out
-    if cache_leftpad is not None:
-        raise ValueError("cache_leftpad: got numbers for a cache of slots, expected key_mask")
-    for name, argument, expected in (
-        ("keep_window_size", keep_window_size, "the window of the slots' rule"),
-        ("score_cache", score_cache, "float32 [B, Hkv, S]"),
-        ("key", key, "the new tokens, [B, m, Hkv, D]"),
-    ):
-        if argument is None:
-            raise ValueError(f"{name}: got None, expected {expected}: slot_positions are given")
-    k, v = (t.transpose(1, 2) if t.dim() == 4 else t for t in (k_cache, v_cache))
-    slots = KVSlots.from_tensors(
-        k=k, v=v, scores=score_cache, positions=slot_positions,
-        counts=slot_counts, seen=cache_seqlens, **rule._asdict(), backend=backend,
-    )  # fmt: skip
-    out, lse = _attend_to_slots(slots, query, new, key_mask, numerics, scores_are_bias)
+    _check_backend(query, backend)
+    out, lse = _attend_to_all_keys(query, cache, new, rule, numerics, scores_are_bias, backend)
     return (out, lse) if return_lse else out
 
 
@@ -208,28 +161,6 @@ def _attend_to_all_keys(
         query, k_cache, v_cache, bias, visible, numerics, backend, held_keys=held_keys
     )
     return with_lse(out, statistics, True)
-
-
-def _attend_to_slots(
-    slots: KVSlots,
-    query: Tensor,
-    new: _NewTokens,
-    key_mask: Tensor | None,
-    numerics: Numerics,
-    scores_are_bias: bool,
-) -> tuple[Tensor, Tensor]:
-    """Adds new tokens to the slots, and returns (out, lse)."""
-    key, value, scores = new
-    if key.dim() == 4 and key.shape[1] == 1:  # the operator of `step` checks all arguments
-        return slots._step(query, *new, key_mask, numerics, scores_are_bias)
-    check_chunk(
-        slots._by_token, slots.value_dim, key_mask, query=query, key=key, value=value, scores=scores
-    )
-    finite.check_new_tokens(query, key, value)
-    slots.append(key, value, scores, key_mask=key_mask)
-    out, lse = slots._attend(query, None, numerics, scores_are_bias)
-    slots.commit()
-    return out, lse
 
 
 def _check_new_tokens(new: _NewTokens, score_cache: Tensor | None) -> None:

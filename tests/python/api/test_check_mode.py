@@ -212,13 +212,6 @@ def test_chunks_and_ragged_prompts_of_a_cache_are_checked(check_mode):
     with raises("forward input k[1, 1, 0, 3] is inf"):
         cache.extend(query, key, value, scores)
     assert is_unchanged()
-    options = {
-        "cache_seqlens": cache.seen, "slot_positions": cache.positions, "slot_counts": cache.counts, "keep_window_size": W,
-    }  # fmt: skip
-    slots = (cache.k.transpose(1, 2), cache.v.transpose(1, 2), cache.scores)
-    with raises("forward input k[1, 1, 0, 3] is inf"):
-        flash_dmattn_with_kvcache(query, *slots, key, value, scores=scores, **options)
-    assert is_unchanged()
     for begins in (True, False):
         batch = RaggedBatch([0, 2, 4], torch.arange(B, dtype=torch.int32), [begins] * B)
         tokens = (t.flatten(0, 1) for t in (query, key, value))

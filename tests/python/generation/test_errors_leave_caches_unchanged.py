@@ -156,8 +156,6 @@ BAD_CALLS_WITH_PENDING_TOKENS = [
 
 # ---- Calls on a cache of all keys --------------------------------------------------------------------
 
-SLOTS = {"slot_positions": torch.zeros(B, HKV, PLACES).int(), "slot_counts": torch.zeros(B, HKV, 8).int()}  # fmt: skip
-
 
 def full_cache():
     caches = {
@@ -179,12 +177,6 @@ BAD_CALLS_ON_ALL_KEYS = [
     ("key: got None, expected the new tokens': scores is given", attend(key=None, value=None)),
     ("value: got None, expected the new tokens': key is given", attend(value=None, score_cache=None, scores=None)),
     ("scores: got scores without score_cache, expected both or none", attend(score_cache=None)),
-    ("slot_positions: got None, expected int32 [B, Hkv, S]", attend(slot_counts=SLOTS["slot_counts"])),
-    ("slot_counts: got None, expected int32 [B, Hkv, 8]", attend(slot_positions=SLOTS["slot_positions"])),
-    ("keep_window_size: got None, expected the window of the slots' rule", attend(**SLOTS, keep_window_size=None)),
-    ("score_cache: got None, expected float32 [B, Hkv, S]", attend(**SLOTS, score_cache=None, scores=None)),
-    ("key: got None, expected the new tokens, [B, m, Hkv, D]", attend(**SLOTS, key=None, value=None, scores=None)),
-    ("key_mask: got a mask for a cache of all keys", attend(key_mask=torch.ones(B, 2).bool())),
     ("score_cache: got None", attend(score_cache=None, scores=None)),
     ("keep_window_size: got -1", attend(keep_window_size=-1)),
     ("cache_seqlens: got list", attend(cache_seqlens=[1, 2])),

@@ -70,36 +70,33 @@ PIECES = (1, 1, 9, 1, 13, 1, 1, 3)
 
 
 @devices
-@pytest.mark.parametrize("mode", ["all keys", "slots"])
 @pytest.mark.parametrize("layout", ["by token", "by head"])
 @pytest.mark.parametrize("kind", KINDS)
-def test_with_kvcache_equals_full_attention(mode, layout, kind, device):
+def test_with_kvcache_equals_full_attention(layout, kind, device):
     for seed in range(10):
         stream = Stream(
             sum(pieces := pieces_of(seed, most=13)), 1 + seed, kind=kind, padding=("none", "left")[seed // 2 % 2],
             head_dim=16, dtype=(torch.bfloat16, torch.float16)[seed % 2] if device == "cuda" else torch.float32,
             seed=seed, device=device, **NUMERICS[seed % len(NUMERICS)],
         )  # fmt: skip
-        check_with_kvcache(stream, pieces, mode, layout)
+        check_with_kvcache(stream, pieces, layout)
 
 
-@pytest.mark.parametrize("mode", ["all keys", "slots"])
 @pytest.mark.parametrize("padding", ["none", "left"])
 @EXAMPLES
-def test_with_kvcache_under_a_rule_equals_full_attention(mode, padding, window, rule):
+def test_with_kvcache_under_a_rule_equals_full_attention(padding, window, rule):
     stream = Stream(30, window, kind="ties", padding=padding, rule=rule, value_dim=5)
-    check_with_kvcache(stream, PIECES, mode, "by token")
+    check_with_kvcache(stream, PIECES, "by token")
 
 
 @devices
-@pytest.mark.parametrize("mode", ["all keys", "slots"])
 @pytest.mark.parametrize("dtype", [torch.float16, torch.bfloat16])
-def test_scores_mask_by_the_rule_of_float32(dtype, mode, device):
+def test_scores_mask_by_the_rule_of_float32(dtype, device):
     check_scores_that_mask(dtype, device)
     for seed in range(4):
         stream = Stream(30, 6, dtype=dtype, kind="low", seed=seed, device=device)
         check_split(stream, 5, (1, 1, 4, 1, 7, 11))
-        check_with_kvcache(stream, PIECES, mode, "by token")
+        check_with_kvcache(stream, PIECES, "by token")
 
 
 def test_ragged_padded_full_cache_equals_single_rows():
@@ -254,16 +251,12 @@ def test_compiled_chunk_has_one_graph():
         stream.check(chunk(stream.q[:, t : t + 4], *stream.tokens(t, t + 4)), t, t + 4)
 
 
-@pytest.mark.parametrize("mode", ["all keys", "slots"])
-def test_compiled_with_kvcache_has_one_graph(mode):
+def test_compiled_with_kvcache_has_one_graph():
     """Lengths are read only on the device, so one graph serves all steps."""
     torch._dynamo.reset()
     stream, size = Stream(12, 3), 15
     caches = [torch.zeros(2, size, 2, 8), torch.zeros(2, size, 2, 8), torch.zeros(2, 2, size)]
     options = {"keep_window_size": 3, "cache_seqlens": torch.zeros(2, dtype=torch.int32)}
-    if mode == "slots":
-        options["slot_positions"] = torch.zeros(2, 2, size, dtype=torch.int32)
-        options["slot_counts"] = torch.zeros(2, 2, 8, dtype=torch.int32)
 
     @torch.compile(fullgraph=True, backend="aot_eager")
     def step(q, k, v, scores):

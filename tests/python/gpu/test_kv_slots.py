@@ -109,16 +109,15 @@ def test_speculation_and_drops_with_many_slots_equal_cpu(head_dim):
         check_speculation(stream, [(prefill, prefill, prefill), *accepted], seed)
 
 
-@pytest.mark.parametrize("mode", ["all keys", "slots"])
 @pytest.mark.parametrize("head_dim", [64, 128])
-def test_with_kvcache_with_many_slots_equals_cpu(mode, head_dim):
+def test_with_kvcache_with_many_keys_equals_cpu(head_dim):
     for seed in range(8):
         window, prefill, pieces = pieces_for_many_slots(seed)
         stream = Stream(
             prefill + sum(pieces), window, kind=KINDS[seed % 2], padding=("none", "left")[seed // 2 % 2],
             head_dim=head_dim, dtype=DTYPES[seed // 4], seed=seed, device=DEVICE, **NUMERICS[seed % 5],
         )  # fmt: skip
-        check_with_kvcache(stream, [prefill, *pieces], mode, "by head")
+        check_with_kvcache(stream, [prefill, *pieces], "by head")
 
 
 def test_head_without_slots_equals_cpu():
@@ -322,7 +321,7 @@ def test_cache_of_another_device_equals_cpu():
         check_split(stream, 5, pieces)
         check_ragged(drawn(seed, 24, "cuda:1"), 6, steps=10)
         if stream.padding != "anywhere":
-            check_with_kvcache(stream, pieces, ("all keys", "slots")[seed % 2], "by head")
+            check_with_kvcache(stream, pieces, "by head")
     assert torch.cuda.current_device() == 0
 
 

@@ -1,4 +1,4 @@
-"""On the GPU, flash_dmattn_with_kvcache reads lengths on the device, so one CUDA graph serves all tokens and no call waits."""
+"""On the GPU, caches read lengths on the device, so one CUDA graph serves all tokens and no call waits."""
 
 import copy
 
@@ -32,7 +32,6 @@ class Text:
         self.rows = torch.arange(BATCH, device=device)[:, None]
         self.next = torch.arange(tokens, device=device)
         self.options = {
-            "keep_window_size": window,
             "scale": stream.options["scale"],
             "softcap": stream.options["softcap"],
             "scores_are_bias": stream.options["scores_are_bias"],
@@ -41,12 +40,11 @@ class Text:
         begin = max(BEGIN)
         k, v, scores = stream.tokens(0, begin)
         if mode == "slots":
-            slots = stream.slots(chunk=tokens)
-            slots.fill(k, v, scores, lengths=self.lengths, key_mask=stream.mask[:, :begin])
-            self.caches = [slots.k.transpose(1, 2), slots.v.transpose(1, 2), slots.scores]
-            self.options |= {"slot_positions": slots.positions, "slot_counts": slots.counts}
-            self.lengths = slots.seen
+            self.slots = stream.slots(chunk=tokens)
+            self.slots.fill(k, v, scores, lengths=self.lengths, key_mask=stream.mask[:, :begin])
+            self.lengths = self.slots.seen
             return
+        self.options["keep_window_size"] = window
         self.caches = [torch.zeros_like(t) for t in stream.tokens(0, LENGTH)]
         for cache, first in zip(self.caches, (k, v, scores.transpose(1, 2)), strict=True):
             by_token = cache if cache.dim() == 4 else cache.transpose(1, 2)
@@ -64,21 +62,22 @@ class Text:
         stream, places = self.stream, self.lengths[:, None].long() + self.next
         q, k, v = (t[self.rows, places] for t in (stream.q, stream.k, stream.v))
         scores = stream.scores[self.rows, :, places].transpose(1, 2).contiguous()
-        options = dict(self.options)
         if self.mode == "slots":
-            options["key_mask"] = stream.mask[self.rows, places]
+            mask = stream.mask[self.rows, places]
+            add = self.slots.step if self.tokens == 1 else self.slots.extend
+            return places, *add(q, k, v, scores, key_mask=mask, **self.options)
         out, lse = flash_dmattn_with_kvcache(
-            q, *self.caches, k, v, scores=scores, cache_seqlens=self.lengths, **options
+            q, *self.caches, k, v, scores=scores, cache_seqlens=self.lengths, **self.options
         )
-        if self.mode == "all keys":  # slots count their tokens themselves
-            self.lengths += self.tokens
+        self.lengths += self.tokens
         return places, out, lse
 
     def tensors(self):
         """Returns all tensors that calls change, by name."""
-        slots = {name: t for name, t in self.options.items() if name.startswith("slot_")}
-        caches = dict(zip(("k", "v", "scores"), self.caches, strict=True))
-        return {**caches, **slots, "lengths": self.lengths}
+        names = ("k", "v", "scores", "positions", "counts", "seen")
+        if self.mode == "slots":
+            return dict(zip(names, self.slots.tensors, strict=True))
+        return dict(zip(names, (*self.caches, self.lengths), strict=False))
 
 
 def assert_same_bits(actual, expected, where):

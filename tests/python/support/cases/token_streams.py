@@ -256,14 +256,9 @@ def check_ragged(stream, begin, steps):
     assert torch.equal(cache.seen, lengths)
 
 
-def check_with_kvcache(stream, pieces, mode, layout):
-    """Checks flash_dmattn_with_kvcache on a cache of "all keys" or of "slots", laid out "by token" or "by head".
-
-    A cache of all keys has padding on the left only.
-    """
+def check_with_kvcache(stream, pieces, layout):
+    """Checks flash_dmattn_with_kvcache on a cache laid out "by token" or "by head". Padding is on the left."""
     size, device = stream.length + 10, stream.device
-    if mode == "slots":
-        size = stream.slots().places + max(pieces) + 3
     bounds = {} if device == "cpu" else {"atol": stream.atol, "rtol": stream.rtol}
     batch, _, heads, _ = stream.k.shape
 
@@ -275,49 +270,32 @@ def check_with_kvcache(stream, pieces, mode, layout):
     scores_of_none = torch.full((batch, heads, size), torch.nan, device=device)
     caches = [cache_of(stream.k), cache_of(stream.v), scores_of_none]
     seqlens = torch.zeros(batch, dtype=torch.int32, device=device)
-    options = {
-        "cache_seqlens": seqlens,
-        "return_lse": True,
-        **stream.rule,
-        **stream.options,
-    }
-    if mode == "slots":
-        integers = {"dtype": torch.int32, "device": device}
-        options["slot_positions"] = torch.zeros(batch, heads, size, **integers)
-        options["slot_counts"] = torch.zeros(batch, heads, 8, **integers)
-        slots = stream.slots(max(pieces) + 3)
-        if slots.k.dim() == 3:  # heads have windows of different sizes
-            caches = [slots.k, slots.v, slots.scores.fill_(torch.nan)]
-            options["slot_positions"] = slots.positions
-    is_padded = stream.padding != "none"
-    left = {"cache_leftpad": (~stream.mask).sum(1)} if is_padded and mode == "all keys" else {}
+    left = {} if stream.padding == "none" else {"cache_leftpad": (~stream.mask).sum(1)}
     begin = 0
     for count in pieces:
         part = slice(begin, begin + count)
         k, v, scores = stream.tokens(begin, begin + count)
-        if is_padded and mode == "slots":
-            options["key_mask"] = stream.mask[:, part]
-        before = seqlens.clone()
         out, lse = flash_dmattn_with_kvcache(
-            stream.q[:, part], *caches, k, v, scores=scores, **left, **options
-        )
+            stream.q[:, part], *caches, k, v, scores=scores, cache_seqlens=seqlens, return_lse=True,
+            **left, **stream.rule, **stream.options,
+        )  # fmt: skip
         stream.check(out, begin, begin + count)
         torch.testing.assert_close(lse, stream.lse[:, :, part], **bounds)
+        assert (seqlens == begin).all()
         begin += count
-        assert torch.equal(seqlens, before + (count if mode == "slots" else 0))
         seqlens.fill_(begin)
-    if mode == "all keys":  # without new tokens, and all keys seen
-        out = flash_dmattn_with_kvcache(
-            stream.q[:, :begin], *caches, cache_seqlens=seqlens, **left, **stream.options
-        )
-        numerics = dict(stream.options)
-        is_bias = numerics.pop("scores_are_bias")
-        full = flash_dmattn_func(
-            stream.q[:, :begin], stream.k[:, :begin], stream.v[:, :begin],
-            stream.mask[:, :begin] if is_padded else None,
-            stream.scores[..., :begin] if is_bias else None, is_causal=True, **numerics,
-        )  # fmt: skip
-        torch.testing.assert_close(out, full, **bounds)
+    # Without new tokens, and all keys seen.
+    out = flash_dmattn_with_kvcache(
+        stream.q[:, :begin], *caches, cache_seqlens=seqlens, **left, **stream.options
+    )
+    numerics = dict(stream.options)
+    is_bias = numerics.pop("scores_are_bias")
+    full = flash_dmattn_func(
+        stream.q[:, :begin], stream.k[:, :begin], stream.v[:, :begin],
+        stream.mask[:, :begin] if left else None,
+        stream.scores[..., :begin] if is_bias else None, is_causal=True, **numerics,
+    )  # fmt: skip
+    torch.testing.assert_close(out, full, **bounds)
 
 
 def check_not_finite(stream, name, value, mode):
