@@ -31,7 +31,7 @@ class RuleParts(TypedDict, total=False):
 
 
 class KeyRule(RuleParts, total=False):
-    """The rule that says which keys a query sees by their scores: keyword arguments of every function that takes `**rule`.
+    """The rule that says which keys a query sees by their scores, as keyword arguments.
 
         rule = KeyRule(keep_window_size=1024, recent_window=256, sink_tokens=4)
         out = flash_dmattn_func(q, k, v, attn_bias=scores, is_causal=True, **rule)
@@ -44,7 +44,7 @@ class KeyRule(RuleParts, total=False):
     Higher scores win; of two keys with equal scores, the more recent one wins.
 
     keep_window_size: how many of the competing keys a query keeps, 0 or more, or a sequence with one number for each
-        key head, which its query heads share. None, the default: a query keeps all keys that reach the threshold.
+        key head, which its query heads share. By default a query keeps all keys that reach the threshold.
     selection: "per_query", the default: query i keeps the best among the keys it may see; "global": the best of the
         row, the same for all queries (then causal). Caches, layers and context parallelism need "per_query".
     recent_window: how many of the most recent keys a query sees whatever their scores, its own key included; 0 by default.
@@ -57,7 +57,7 @@ class KeyRule(RuleParts, total=False):
         the number of visible keys: every call on a GPU then waits for a count, unless `measured` has counted once.
     """
 
-    keep_window_size: int | Sequence[int] | None
+    keep_window_size: int | Sequence[int]
 
 
 class SelectionRule(NamedTuple):
@@ -76,7 +76,7 @@ class SelectionRule(NamedTuple):
         for name in parts:
             if name not in SelectionRule._fields:
                 raise TypeError(
-                    f"{name}: got an unknown argument, expected one of the function's, or of a rule's: "
+                    f"{name}: got an unknown argument, expected one in the function's signature; the parts of a rule are "
                     f"{', '.join(SelectionRule._fields)}"
                 )
         return SelectionRule(keep_window_size, **parts)

@@ -156,7 +156,7 @@ def budget(call):
         (ValueError, "key_intervals: got intervals of shape", attend(key_intervals=sliding_window(10, 2))),
         (TypeError, "key_intervals: got a tensor on meta", attend(key_intervals=sliding_window(9, 2).to("meta"))),
         (TypeError, "key_intervals: got Tensor", attend(key_intervals=torch.zeros(1, 1, 9, 2, dtype=torch.int32))),
-        (TypeError, "keep_windw_size: got an unknown argument, expected one of the function's, or of a rule's: keep_window_size", attend(keep_windw_size=3)),
+        (TypeError, "keep_windw_size: got an unknown argument, expected one in the function's signature; the parts of a rule are keep_window_size", attend(keep_windw_size=3)),
         (ValueError, "recent_window: got 4 without keep_window_size", attend(recent_window=4, is_causal=True)),
         (ValueError, "return_lse, return_attn_probs: got True for both", attend(return_lse=True, return_attn_probs=True)),
         (ValueError, "value: got shape (2, 9, 2, 257)", attend(value=torch.zeros(2, 9, 2, 257))),

@@ -8,7 +8,8 @@ import torch
 from torch._subclasses.fake_tensor import FakeTensorMode
 
 import flash_dmattn
-from flash_dmattn import KeyRule, flash_dmattn_func
+from flash_dmattn import flash_dmattn_func
+from flash_dmattn.distributed import boundary_places, context_parallel_dmattn
 from flash_dmattn.keys.rule import SelectionRule
 from flash_dmattn.utils.padding import pad_input, unpad_input
 from python_process import run_forked
@@ -125,17 +126,17 @@ def test_arguments_of_flash_attention_say_what_to_pass(function, name, expected)
         getattr(flash_dmattn, function)(*arguments, **{name: 1})
 
 
-@pytest.mark.parametrize("package", ["flash_dmattn", "flash_dmattn.distributed"])
-def test_functions_of_rules_take_every_part_with_its_default(package):
-    package = importlib.import_module(package)
-    functions = [f for name in package.__all__ if callable(f := getattr(package, name))]
-    signatures = [inspect.signature(f).parameters for f in functions if f is not KeyRule]
-    with_rule = [s for s in signatures if "recent_window" in s]
-    assert len(with_rule) >= 3
-    for parameters in with_rule:
-        for part, default in SelectionRule._field_defaults.items():
-            assert part in parameters
-            assert part == "keep_window_size" or parameters[part].default == default
+@pytest.mark.parametrize(
+    "function",
+    [flash_dmattn.flash_dmattn_func, flash_dmattn.flash_dmattn_varlen_func, flash_dmattn.flash_dmattn_with_kvcache,
+     flash_dmattn.select_key_intervals, flash_dmattn.KVSlots, flash_dmattn.KVSlots.from_tensors,
+     flash_dmattn.DynamicMaskAttention, context_parallel_dmattn, boundary_places],
+)  # fmt: skip
+def test_function_of_a_rule_lists_every_part_with_its_default(function):
+    parameters = inspect.signature(function).parameters
+    for part, default in SelectionRule._field_defaults.items():
+        assert part in parameters
+        assert part == "keep_window_size" or parameters[part].default == default
 
 
 @pytest.mark.parametrize(

@@ -111,6 +111,33 @@ def test_tokens_of_a_recorded_prompt_can_be_dropped(ours):
         torch.testing.assert_close(next_logits(ours, cache), expected)
 
 
+def test_failed_call_leaves_recorded_tokens(ours):
+    expected = next_logits(ours, filled(ours, S, 5))
+    cache, ids = filled(ours, S), make_ids(B, S + 5)[:, S:]
+    cache.activate_past_recording()
+    ours(ids[:, :3], past_key_values=cache)
+    states = torch.zeros(B, 2, 2, 8)
+    for present in (None, torch.tensor([[True, True], [False, True]])):
+        with pytest.raises(ValueError, match="scores: got shape"):
+            tokens = ScoredTokens(states, states, torch.zeros(B, 3, 2), present)
+            cache.layers[0].attend(torch.zeros(B, 2, 4, 8), tokens, scale=1.0)
+    ours(ids[:, 3:], past_key_values=cache)
+    torch.testing.assert_close(next_logits(ours, cache), expected)
+
+
+@pytest.mark.parametrize("tokens", [1, 3])
+def test_tokens_after_the_end_of_recording_commit_the_recorded_ones(tokens, ours):
+    expected = next_logits(ours, filled(ours, S, 3, tokens))
+    cache, ids = filled(ours, S), make_ids(B, S + 3 + tokens)[:, S:]
+    cache.activate_past_recording()
+    ours(ids[:, :3], past_key_values=cache)
+    for layer in cache.layers:
+        layer.record_past = False
+    ours(ids[:, 3:], past_key_values=cache)
+    assert cache.layers[0].slots.pending == 0
+    torch.testing.assert_close(next_logits(ours, cache), expected)
+
+
 def test_recording_without_a_crop_changes_nothing(ours):
     """If assisted decoding adds more tokens than there are places, the oldest are committed."""
     expected = next_logits(ours, filled(ours, S, 200))

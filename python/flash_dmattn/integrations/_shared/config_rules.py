@@ -45,9 +45,9 @@ class LearnedScores(NamedTuple):
 
     @classmethod
     def from_dict(cls, stored: dict) -> LearnedScores:
-        rule = {name: value for name, value in stored.items() if name in SelectionRule._fields}
+        parts = {name: value for name, value in stored.items() if name in SelectionRule._fields}
         layers = tuple(stored["layers"])
-        rules = make_rules(len(layers), **rule)
+        rules = make_rules(len(layers), parts.pop("keep_window_size"), parts)
         late = stored.get("late", False)  # which older files do not have
         return cls(rules, stored["scorer"], layers, stored["dense_prefill"], late)
 
@@ -64,7 +64,7 @@ def _as_lists(value: object) -> object:
 def make_rules(
     layers: int,
     keep_window_size: int | Sequence[int] | Sequence[Sequence[int]] | None,
-    **rule: Unpack[RuleParts],
+    rule: RuleParts,
 ) -> tuple[SelectionRule, ...]:
     """Makes the rule of each layer.
 
@@ -75,15 +75,15 @@ def make_rules(
     nested = isinstance(windows, Sequence) and not isinstance(windows, (str, bytes))
     nested = nested and any(isinstance(w, Sequence) for w in windows)
     if not nested:
-        return (_make_rule(windows, **rule),) * layers
+        return (_make_rule(windows, rule),) * layers
     if len(windows) != layers:
         raise ValueError(
             f"keep_window_size: got lists for {len(windows)} layers, expected {layers}: one for each layer with scores"
         )
-    return tuple(_make_rule(w, **rule) for w in windows)
+    return tuple(_make_rule(w, rule) for w in windows)
 
 
-def _make_rule(keep_window_size: int | Sequence[int] | None, **parts) -> SelectionRule:
+def _make_rule(keep_window_size: int | Sequence[int] | None, parts: RuleParts) -> SelectionRule:
     rule = SelectionRule.of_keywords(keep_window_size, parts).checked_per_query()
     if not rule.hides_keys():
         raise ValueError(

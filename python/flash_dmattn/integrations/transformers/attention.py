@@ -82,6 +82,11 @@ def _attend_by_mask(
     mask = None if is_causal_mask(mask) else mask
     states = swap_heads_and_tokens(query, key, value)
     bias = take_bias(kwargs, *states[:2])
+    if bias is not None and getattr(module, "keep_window_size", None) is not None:
+        raise ValueError(
+            f"attention_bias: got a bias at a layer with keep_window_size {module.keep_window_size}, expected a layer without one: "
+            "here a bias is added and chooses no keys. flash_dynamic_mask_attention_forward chooses keys by it"
+        )
     query, key, value = cast_states(states, target_dtype(module, query))
     options = checked_options(query, **kwargs)
     sink_logits = options.pop("sink_logits")

@@ -37,7 +37,7 @@ class DynamicMaskCache(Cache):
         """
         Args:
             config: the model's config. It has learned scores, or the rule of the model's layers as attributes: those of a
-                `KeyRule` that have not their defaults.
+                `KeyRule` that do not have their defaults.
             static: whether memory stays in place and decoding steps read nothing from the device, for CUDA graphs and
                 torch.compile. On a GPU, `generate` then compiles the model.
             selection: only "per_query" is possible.

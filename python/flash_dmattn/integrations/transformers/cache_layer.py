@@ -56,9 +56,8 @@ class DynamicMaskLayer(CacheLayerMixin):
         self._seen = 0
         self._length: torch.Tensor | None = None
         self._counts_tokens = counts_tokens(self.rule)
-        self._recorded: ScoredTokens | None = (
-            None  # the columns whose tokens are pending in the slots
-        )
+        # The pending columns, if padding gave the slots another order.
+        self._recorded: ScoredTokens | None = None
         # score_weights' result, and whether it is of this text.
         self._score_weights: tuple[torch.Tensor | None, ...] | None = None
         self._has_score_weights = False
@@ -110,8 +109,7 @@ class DynamicMaskLayer(CacheLayerMixin):
                 part = part.at(order.keys)
             self.slots.fill(*part[:3], key_mask=part.present)
         if pending:
-            self._recorded = tokens.part(filled, length).copied()
-            self._append_recorded()
+            self._append_recorded(tokens.part(filled, length))
         self._seen = length
         if self._counts_on_device:
             self._length.fill_(length)
@@ -200,12 +198,8 @@ class DynamicMaskLayer(CacheLayerMixin):
         parts = []
         for rows in query.split(self.slots.chunk, 1):
             length, start = rows.shape[1], sum(out.shape[1] for out, _ in parts)
-            part = tokens.part(start, start + length).copied()
-            excess = self.slots.pending + length - self.slots.chunk
-            if excess > 0:
-                self._commit(min(excess, self.slots.pending))
-            self._recorded = part if self._recorded is None else self._recorded.before(part)
-            columns = self._append_recorded()
+            self._commit_oldest(self.slots.pending + length - self.slots.chunk)
+            columns = self._append_recorded(tokens.part(start, start + length))
             if columns is None:
                 parts.append(self.slots.attend(rows, **options))
                 continue
@@ -219,27 +213,43 @@ class DynamicMaskLayer(CacheLayerMixin):
         outs, lses = zip(*parts, strict=True)
         return torch.cat(outs, dim=1), torch.cat(lses, dim=2)
 
-    def _append_recorded(self) -> torch.Tensor | None:
-        """Makes the recorded columns the pending ones, those of tokens first. Returns their numbers [B, n]; None: in order."""
-        recorded, columns = self._recorded, None
-        self.slots.drop(self.slots.pending)
-        if self._have_order(recorded):
-            columns = tokens_first(recorded.present)
-            recorded = recorded.at(columns)
-        self.slots.append(*recorded[:3], key_mask=recorded.present)
+    def _append_recorded(self, tokens: ScoredTokens) -> torch.Tensor | None:
+        """Adds pending columns. If padding changes their order, the slots get the tokens of each row first, and the numbers of
+        all pending columns in that order are returned, [B, n]."""
+        slots, has_order = self.slots, self._recorded is not None or self._have_order(tokens)
+        earlier = self._pending_columns() if has_order and slots.pending else None
+        slots.append(*tokens[:3], key_mask=tokens.present)  # raises before anything has changed
+        if not has_order:
+            return None
+        self._recorded = tokens.copied() if earlier is None else earlier.before(tokens)
+        slots.drop(slots.pending)
+        columns = tokens_first(self._recorded.present)
+        ordered = self._recorded.at(columns)
+        slots.append(*ordered[:3], key_mask=ordered.present)
         return columns
 
-    def _commit(self, columns: int) -> None:
-        """Moves the tokens of the first pending columns to the slots, and drops the others, which stay recorded."""
-        recorded, self._recorded = self._recorded, None
-        if recorded is None:
+    def _pending_columns(self) -> ScoredTokens:
+        if self._recorded is not None:
+            return self._recorded
+        return ScoredTokens(*self.slots.pending_tokens(), self.slots.pending_mask())
+
+    def _commit_oldest(self, excess: int) -> None:
+        """Moves the tokens of the first `excess` pending columns to the slots, or of all if they are fewer."""
+        pending = self.slots.pending
+        if excess <= 0 or not pending:
             return
-        kept, length = columns, self.slots.pending
-        if self._have_order(recorded):
-            kept = recorded.present[:, :columns].sum(1, dtype=torch.int32)
-        self.slots.commit(kept)
-        if columns < length:
-            self._recorded = recorded.part(columns, length)
+        rest = self._pending_columns().part(excess, pending) if excess < pending else None
+        self._commit(min(excess, pending))
+        if rest is not None:
+            self._append_recorded(rest)
+
+    def _commit(self, columns: int) -> None:
+        """Moves the tokens of the first pending columns to the slots. Drops the others."""
+        recorded, self._recorded = self._recorded, None
+        if recorded is not None:
+            self.slots.commit(recorded.present[:, :columns].sum(1, dtype=torch.int32))
+        elif self.slots.pending:
+            self.slots.commit(columns)
 
     def _check_rows(self, states: torch.Tensor) -> None:
         if states.shape[0] != self.batch_size:
@@ -340,7 +350,6 @@ class DynamicMaskLayer(CacheLayerMixin):
                 "are pending, and the others have evicted keys. Call activate_past_recording before the tokens are added"
             )
         self._commit(kept)
-        self._recorded = None
         self._count_tokens(tokens_to_remove)
 
     def reset(self) -> None:
@@ -443,6 +452,7 @@ class DynamicMaskLayer(CacheLayerMixin):
         if self.record_past:
             self._resize_chunk(max(tokens, RECORDED_TOKENS, self.slots.chunk))
             return
+        self._commit(self.slots.pending)  # nothing is recorded any more
         if tokens == 1:
             self._resize_chunk(self.chunk)
         else:

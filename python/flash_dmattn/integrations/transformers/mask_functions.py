@@ -72,8 +72,8 @@ def key_interval_mask(
         positions = attention_mask.shape[-1]
         if positions < kv_offset:
             raise ValueError(
-                f"attention_mask: got {positions} positions, expected {kv_offset + kv_length}: those of {kv_offset} earlier tokens, "
-                f"and of {kv_length} new ones"
+                f"attention_mask: got {positions} positions, expected {kv_offset + kv_length}, one for each token: missing ones "
+                "would be padding"
             )
     if use_vmap:
         mask = masking_utils.sdpa_mask(
@@ -155,7 +155,7 @@ def is_causal_config(config: PretrainedConfig) -> bool:
 def mask_kind(arguments_by_name: dict, use_cache: bool) -> tuple[str | None, torch.Tensor | None]:
     """Returns the kind of mask that transformers makes from arguments (see `doge.Context`), and the mask if known.
 
-    Without them the kind could be found only by reading values, which compiled code cannot do.
+    Without the arguments the kind could be found only by reading values, which compiled code cannot do.
     """
     padding, positions = map(arguments_by_name.get, ("attention_mask", "position_ids"))
     tokens = arguments_by_name.get("input_ids")

@@ -115,7 +115,7 @@ def add_learned_scores(
     sizes = [sizes_of(layer) for layer in layers]
     names = {module: name for name, module in model.named_modules()}
     numbers = tuple(number_of(layer, names[layer]) for layer in layers)
-    rules = make_rules(len(layers), keep_window_size, **rule)
+    rules = make_rules(len(layers), keep_window_size, rule)
     for own, (_, heads, _) in zip(rules, sizes, strict=True):
         own.check_heads(heads)
     scorers = [

@@ -118,11 +118,8 @@ def set_key_budgets(model: nn.Module, budgets: KeyBudgets) -> nn.Module:
     """
     layers = scored_layers(model)
     stored = LearnedScores.from_config(layers[0].config)
-    rules = make_rules(
-        len(layers),
-        recent_competes=layers[0].scoring.rule.recent_competes,
-        **budgets.rule_arguments(),
-    )
+    parts = budgets.rule_arguments() | {"recent_competes": layers[0].scoring.rule.recent_competes}
+    rules = make_rules(len(layers), parts.pop("keep_window_size"), parts)
     for layer, rule in zip(layers, rules, strict=True):
         rule.check_heads(sizes_of(layer)[1])
     stored = stored._replace(rules=rules).as_dict()
