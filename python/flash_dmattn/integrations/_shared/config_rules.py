@@ -6,7 +6,6 @@ from collections.abc import Sequence
 from typing import NamedTuple
 
 from transformers.configuration_utils import PretrainedConfig
-from typing_extensions import Unpack
 
 from ...keys.rule import RuleParts, SelectionRule
 
