@@ -100,7 +100,7 @@ def attend_by_mask_or_sequences(
     mask, intervals, added = normalize_mask(visible, bias, query, key, chooses=selects)
     rule = scores = None
     if selects:
-        mask, intervals, rule, scores = _make_rule(
+        mask, intervals, rule, scores = _choice_by_bias(
             bias, mask, intervals, keep, is_causal, query, key
         )
     sink_logits = options.pop("sink_logits")
@@ -251,7 +251,7 @@ def attend_in_sequences(
     return out.unflatten(0, query.shape[:2])
 
 
-def _make_rule(
+def _choice_by_bias(
     attention_bias: torch.Tensor,
     mask: torch.Tensor | None,
     intervals: KeyIntervals | None,

@@ -51,9 +51,9 @@ class Problem:
         self.mask = self.bias = Broadcast(q, 0, 0, 0, 0, 0)
         self.mask_kind = self.bias_kind = 0
         if mask is not None:
-            self.mask, self.mask_kind = broadcast(mask.view(torch.uint8), q, k)
+            self.mask, self.mask_kind = broadcast(mask.view(torch.uint8), q)
         if bias is not None:
-            self.bias, self.bias_kind = broadcast(bias, q, k)
+            self.bias, self.bias_kind = broadcast(bias, q)
         block_d = max(16, triton.next_power_of_2(head_dim))
         # Every launch gets these options. Triton 3.9 warns that the next one will not contract products and sums by default.
         self.common = {
@@ -128,7 +128,7 @@ def rows(tensor: Tensor) -> Rows:
     return Rows(tensor, *tensor.stride())
 
 
-def broadcast(tensor: Tensor, q: Tensor, k: Tensor) -> tuple[Broadcast, int]:
+def broadcast(tensor: Tensor, q: Tensor) -> tuple[Broadcast, int]:
     """Returns the view of a mask or bias, and whether it is one per key (1) or dense (2)."""
     batch, head, query, key = (
         0 if size == 1 else stride

@@ -17,7 +17,7 @@ from transformers.configuration_utils import PretrainedConfig
 from ..._core.checks import may_read
 from .compat import CACHE
 
-_PLACES = "flash_dmattn_scores"  # the attribute of a cache: {number of a layer: place of its scores in cache.layers}
+_PLACES = "flash_dmattn_score_layers"  # the attribute of a cache: {number of a layer: place of its scores in cache.layers}
 
 
 def check_cache(cache: object) -> None:
