@@ -127,7 +127,7 @@ def attend(times=1, cache=lambda _: None):
     def call():
         model = make_scored()
         layer = model.model.layers[0].self_attn
-        call = ScoreCall(layer, torch.randn(1, 3, 32), cache(model), None, None)
+        call = ScoreCall(layer, 0, torch.randn(1, 3, 32), cache(model), None, None)
         for _ in range(times):
             call.scores_of(*torch.randn(2, 1, 2, 3, 8))
 

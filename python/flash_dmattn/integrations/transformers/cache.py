@@ -70,20 +70,7 @@ class DynamicMaskCache(Cache):
             for rule in rules_of(config):
                 counter = layers[0] if layers else None
                 layers.append(DynamicMaskLayer(rule, static=static, chunk=chunk, counter=counter))
-        # The call of a layer with scores, whose `slots` the next update sets: transformers' layer alone knows the number under
-        # which it runs.
-        self.receiver: object | None = None
         super().__init__(layers=layers)
-
-    def update(
-        self, key_states: Tensor, value_states: Tensor, layer_idx: int, *args, **kwargs
-    ) -> tuple[Tensor, Tensor]:
-        """Returns the new tokens of a layer with scores, whose attention then adds them. Other layers store theirs."""
-        receiver, self.receiver = self.receiver, None
-        if receiver is None:
-            return super().update(key_states, value_states, layer_idx, *args, **kwargs)
-        receiver.slots = self.slots_of(layer_idx)
-        return key_states, value_states
 
     def slots_of(self, layer_idx: int) -> DynamicMaskLayer:
         """Returns the slots for a layer with scores.

@@ -48,6 +48,7 @@ class DynamicMaskLayer(CacheLayerMixin):
         self.rule, self.chunk = rule.checked_cache_rule(), chunk
         self.is_compileable = static
         self.record_past = False
+        self.awaits_keys = False  # of a call whose attention adds them with their scores
         self.slots: KVSlots | None = None
         self._counter = counter if static else None
         self._counts_on_device = static and counter is None
@@ -296,8 +297,13 @@ class DynamicMaskLayer(CacheLayerMixin):
         self._hold_slots(self._make_slots(key_states, value_states, self.chunk))
         self.is_initialized = True
 
-    def update(self, *args, **kwargs):
-        """Raises ValueError: tokens without scores cannot be added."""
+    def update(
+        self, key_states: torch.Tensor, value_states: torch.Tensor, *args, **kwargs
+    ) -> tuple[torch.Tensor, torch.Tensor]:
+        """Returns the keys and values of a call that is awaited. Raises ValueError for those without scores."""
+        if self.awaits_keys:
+            self.awaits_keys = False
+            return key_states, value_states
         raise ValueError(
             "scores: got none, expected those by which a DynamicMaskCache keeps keys. A Doge makes them after "
             "enable_flash_dmattn(model), another model after add_learned_scores(model, ...) in the phase 'hard' "

@@ -46,13 +46,14 @@ class CacheState(NamedTuple):
         if layer is None:
             return cls(True)
         arguments = () if cache_position is None else ({"cache_position": cache_position},)
-        if not getattr(layer, "is_compileable", False):
-            return cls(_is_empty(layer), None, arguments)
-        if cache_position is not None:
-            return cls(_is_empty(layer), cache_position[0], arguments)
-        position = layer.get_seq_length()  # a tensor, which the update changes
-        position = position.clone() if isinstance(position, Tensor) else position
-        return cls(_is_empty(layer), position)
+        position = None
+        if getattr(layer, "is_compileable", False):
+            if cache_position is not None:
+                position = cache_position[0]
+            else:
+                position = layer.get_seq_length()  # a tensor, which the update changes
+                position = position.clone() if isinstance(position, Tensor) else position
+        return cls(_is_empty(layer), position, arguments)
 
 
 def store_scores(
@@ -65,21 +66,13 @@ def store_scores(
 ) -> Tensor | None:
     """Stores the scores [B, Hkv, S] of tokens whose keys layer `index` has got.
 
-    The keys are in another layer where a decoder runs its layers more than once (HRM).
-
     state: of the layer before it got them. keys: all of its keys [B, Hkv, Sk, D], as its update returned them.
 
     Returns the scores of all keys, [B, Hkv, Sk], or None if some keys came without scores.
     """
-    if state.position is None:
-        state = state._replace(is_empty=keys.shape[2] == scores.shape[2])
-        if getattr(cache.layers[index], "keys", None) is not keys:
-            others = enumerate(cache.layers)
-            holders = (n for n, layer in others if getattr(layer, "keys", None) is keys)
-            index = next(holders, index)  # no layer holds quantized or offloaded keys in this form
     places = vars(cache).setdefault(_PLACES, {})
     if index not in places:
-        if not state.is_empty:
+        if not (state.is_empty or (state.position is None and keys.shape[2] == scores.shape[2])):
             return None
         if cache.layer_class_to_replicate is not None:  # layers are made when they are used
             while len(cache.layers) < config.num_hidden_layers:
@@ -87,13 +80,11 @@ def store_scores(
         places[index] = len(cache.layers)
         cache.layers.append(_layer_of_scores(cache.layers[index]))
     layer = cache.layers[places[index]]
-    if _lacks_scores(layer, state):
-        cache.layers[places.pop(index)].reset()
-        return None
-    states = scores[..., None]
-    scores, _ = layer.update(states, states, *state.arguments)
-    if scores.shape[2] == keys.shape[2]:
-        return scores[..., 0]
+    if not _lacks_scores(layer, state):
+        states = scores[..., None]
+        stored, _ = layer.update(states, states, *state.arguments)
+        if stored.shape[2] == keys.shape[2]:
+            return stored[..., 0]
     places.pop(index)
     layer.reset()
     return None

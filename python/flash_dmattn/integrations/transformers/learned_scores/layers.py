@@ -87,9 +87,16 @@ def _begin_call(layer: nn.Module, args: tuple, keywords: dict) -> tuple[tuple, d
         return None
     keywords = dict(zip(_argument_names(type(layer)), args, strict=False)) | keywords
     cache = next((keywords[n] for n in _CACHE_NAMES if keywords.get(n) is not None), None)
+    number = _number_in_cache(layer, keywords)
     position = keywords.get("cache_position")
-    call = ScoreCall(layer, keywords["hidden_states"], cache, position, pieces)
+    call = ScoreCall(layer, number, keywords["hidden_states"], cache, position, pieces)
     return (), keywords | {SCORES: call}
+
+
+def _number_in_cache(layer: nn.Module, keywords: dict) -> int:
+    """Returns the number of the cache layer of this call. Zamba passes it, HRM an offset."""
+    own = "layer_idx" in keywords and "layer_idx" in _argument_names(type(layer))
+    return keywords["layer_idx"] if own else layer.layer_idx + keywords.get("cycle_offset", 0)
 
 
 def _end_call(layer: nn.Module, args: tuple, keywords: dict, output: object) -> None:
@@ -113,25 +120,28 @@ class ScoreCall:
     own cache may have extended. Each has a method `_attend_...`.
     """
 
-    def __init__(self, layer: nn.Module, hidden: Tensor, cache: object, position, pieces: Any):
+    def __init__(
+        self, layer: nn.Module, number: int, hidden: Tensor, cache: object, position, pieces: Any
+    ):
         """
         Args:
+            number: of the layer in the cache.
             hidden: the layer's input, [B, S, features].
             cache: the cache that the layer gets, or None. position: `cache_position` (transformers 4).
             pieces: context_parallel.PieceForward, if this rank has a piece of each sequence; None: it has whole sequences.
         """
-        self.layer, self.hidden, self.pieces = layer, hidden, pieces
+        self.layer, self.number, self.hidden, self.pieces = layer, number, hidden, pieces
         self.cache = getattr(cache, "self_attention_cache", cache)  # in an EncoderDecoderCache
-        self.slots: DynamicMaskLayer | None = None  # of a DynamicMaskCache, once it gets the keys
+        self.slots: DynamicMaskLayer | None = None  # of a DynamicMaskCache
         self.state: CacheState | None = None  # of transformers' own cache, before it gets the keys
-        self.first_query: Tensor | int | None = (
-            None  # its column in a static cache; None: the last query is the last key
-        )
+        # The column of the first query in a static cache. None: the last query is the last key.
+        self.first_query: Tensor | int | None = None
         self.has_attended = False
         if isinstance(self.cache, DynamicMaskCache):
-            self.cache.receiver = self
+            self.slots = self.cache.slots_of(number)
+            self.slots.awaits_keys = True
         elif self.cache is not None:
-            self.state = CacheState.of_layer(self.cache, layer.layer_idx, position)
+            self.state = CacheState.of_layer(self.cache, number, position)
             self.first_query = self.state.position
 
     def attend(
@@ -177,9 +187,9 @@ class ScoreCall:
                 f"scorer: got a second attention call in layer {layer.layer_idx}, expected one: the cache stores one value per key"
             )
         self.has_attended, keys = True, key
-        if isinstance(self.cache, DynamicMaskCache) and self.slots is None:
+        if self.slots is not None and self.slots.awaits_keys:
             raise ValueError(
-                f"{CACHE}: got a DynamicMaskCache whose layer {layer.layer_idx} got no keys, expected them. Use transformers' "
+                f"{CACHE}: got a DynamicMaskCache whose layer {self.number} got no keys, expected them. Use transformers' "
                 "DynamicCache"
             )
         if self.first_query is not None:
@@ -194,10 +204,10 @@ class ScoreCall:
             )
         if self.state is None:
             return scores
-        scores = store_scores(self.cache, layer.layer_idx, layer.config, scores, self.state, keys)
+        scores = store_scores(self.cache, self.number, layer.config, scores, self.state, keys)
         if scores is None:
             raise ValueError(
-                f"{CACHE}: got keys without scores in layer {layer.layer_idx}, expected a cache that was filled by this model with "
+                f"{CACHE}: got keys without scores in layer {self.number}, expected a cache that was filled by this model with "
                 "its scores on (phase 'soft' or 'hard')"
             )
         return scores
