@@ -19,13 +19,13 @@ from flash_dmattn.integrations.transformers import enable_flash_dmattn
 def scores_of_calls(monkeypatch):
     """Returns a list that collects the scores of every call of our attention, in order."""
     seen = []
-    attend = integration.attend_with_keys
+    attend = integration.attend_to_chosen
 
-    def watch(query, key, value, mask, used, options):
+    def watch(query, key, value, visible, used, options):
         seen.append(used.scores.detach())
-        return attend(query, key, value, mask, used, options)
+        return attend(query, key, value, visible, used, options)
 
-    monkeypatch.setattr(integration, "attend_with_keys", watch)
+    monkeypatch.setattr(integration, "attend_to_chosen", watch)
     return seen
 
 

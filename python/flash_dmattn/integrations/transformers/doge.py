@@ -13,9 +13,9 @@ from transformers.models.doge.modeling_doge import DogeAttention, DogeRMSNorm
 
 from ..._core.checks import may_read
 from ..._core.numerics import Numerics
-from ...keys.intervals import KeyIntervals
-from ...keys.recognise import Memo, cached_result, intervals_of_mask, split_additive, visible_counts
+from ...keys.recognise import Memo, cached_result, visible_counts
 from ...keys.rule import SelectionRule
+from ...keys.visible import Visible
 from ...scores import (
     doge_scores_of,
     project_scores,
@@ -38,8 +38,16 @@ from .cache import DynamicMaskCache
 from .cache_layer import DynamicMaskLayer
 from .compat import pop_cache
 from .model_state import CONTEXT, DOGE_NAME
-from .scored_attention import KeyScores, LayerOptions, attend_with_keys, attend_with_slots
+from .scored_attention import (
+    KeyScores,
+    LayerOptions,
+    attend_to_chosen,
+    attend_to_visible,
+    visible_elements,
+    visible_tokens,
+)
 from .scored_cache import CacheState, store_scores
+from .token_order import ScoredTokens
 
 
 class Context(NamedTuple):
@@ -192,27 +200,27 @@ class FlashDogeAttention(DogeAttention):
 
         query: [B, S, Hq, D]; key, value: [B, Sk, Hkv, D]; scores: [B, Hkv, Sk].
         """
-        states, memo = (query, key, value), context.memo
+        states, memo, rule = (query, key, value), context.memo, SelectionRule(self.keep_window_size)
         numerics = Numerics.from_arguments(self.scaling, None, None, "saturate", None)
         options = LayerOptions(numerics, memo=memo)
-        used, allowed = KeyScores(SelectionRule(self.keep_window_size), scores), None
-        is_first = slots is None or slots.is_empty  # no query sees keys in slots
-        if is_first:
-            allowed = _doge_mask(mask, query.shape[1], key.shape[1], memo)
-            is_padded = context.mask_kind == "padded" and isinstance(allowed, KeyIntervals)
-            bias = scores if self.round_scores_like_eager else with_zero_sum_gradient(scores)
-            hides = key.shape[1] > self.keep_window_size
-            used = KeyScores(used.rule, scores, bias, 0, hides, allowed is None or is_padded)
-        if slots is None:
-            out = attend_with_keys(*states, allowed, used, options)
-        else:
-            slots.check_rule(used.rule, self.layer_idx)
+        if slots is not None:
+            slots.check_rule(rule, self.layer_idx)
             present = present_tokens(mask, query.shape[1])
-            out = attend_with_slots(
-                *states, allowed, used, options, slots, present, scores_are_bias=True
-            )
-        if is_first and mask is not None and context.mask_kind != "packed":
-            out = _fill_blind_rows(out, allowed, states, self.scaling, memo)
+            tokens = ScoredTokens(key, value, scores.float(), present)
+            if not slots.is_empty:
+                return slots.attend(query, tokens, scale=self.scaling)[0]
+            slots.check_kernels(key, value)  # before attention that the slots could not take over
+        visible = shown = _visible_elements(mask, query, key, memo)
+        if context.mask_kind == "padded" and visible.intervals is not None:
+            visible = visible_tokens(visible.intervals)
+        bias = scores if self.round_scores_like_eager else with_zero_sum_gradient(scores)
+        hides = key.shape[1] > self.keep_window_size
+        attend = attend_to_chosen if hides else attend_to_visible
+        out = attend(*states, visible, KeyScores(rule, scores, bias), options)
+        if slots is not None:
+            slots.fill(tokens)
+        if mask is not None and context.mask_kind != "packed":
+            out = _fill_blind_rows(out, shown, states, self.scaling, memo)
         return out
 
     def _update(
@@ -259,48 +267,26 @@ def doge_scores(attention: DogeAttention, step: torch.Tensor) -> torch.Tensor:
     return doge_scores_of(attention.A, step)
 
 
-def _doge_mask(
-    mask: torch.Tensor | None, query_length: int, key_length: int, memo: Memo | None
-) -> torch.Tensor | KeyIntervals | None:
-    """Converts a mask by Doge's rule: in a mask that is not bool, every value but 0 masks."""
+def _visible_elements(
+    mask: torch.Tensor | None, query: torch.Tensor, key: torch.Tensor, memo: Memo | None
+) -> Visible:
+    """Returns what a mask shows by Doge's rule: in a mask that is not bool, every value but 0 masks."""
     if mask is None:
-        return None
+        return Visible(is_causal=True)
 
-    def find(mask: torch.Tensor) -> torch.Tensor | KeyIntervals:
-        return _find_doge_mask(mask, query_length, key_length)
+    def find(mask: torch.Tensor) -> Visible:
+        if as_key_intervals(mask, query.shape[1]) is None:
+            if not mask.is_floating_point() and mask.dtype != torch.bool:
+                mask = mask == 0
+            mask = mask[..., : key.shape[1]].expand(-1, -1, query.shape[1], -1)
+        return visible_elements(mask, query, key, added_values_hide=True)
 
-    return cached_result(memo, "mask", mask, find)
-
-
-def _find_doge_mask(
-    mask: torch.Tensor, query_length: int, key_length: int
-) -> torch.Tensor | KeyIntervals:
-    intervals = as_key_intervals(mask, query_length)
-    if intervals is not None:
-        return intervals
-    if not mask.is_floating_point() and mask.dtype != torch.bool:
-        mask = mask == 0
-
-    def fit(dense: torch.Tensor) -> torch.Tensor:
-        if dense.shape[2:] == (query_length, key_length):
-            return dense
-        return dense[..., :key_length].expand(-1, -1, query_length, -1)
-
-    if query_length > 1:
-        intervals = intervals_of_mask(fit(mask))
-        if intervals is not None:
-            return intervals
-        if mask.is_floating_point():
-            allowed, adds = split_additive(mask)
-            if not adds:
-                return fit(allowed)
-    mask = fit(mask)
-    return mask if mask.dtype == torch.bool else mask == 0
+    return cached_result(memo, "visible", mask, find)
 
 
 def _fill_blind_rows(
     out: torch.Tensor,
-    mask: torch.Tensor | KeyIntervals,
+    visible: Visible,
     states: tuple[torch.Tensor, torch.Tensor, torch.Tensor],
     scaling: float,
     memo: Memo | None,
@@ -312,7 +298,7 @@ def _fill_blind_rows(
     over equal fill values there, whose derivative by the scores is still that of a softmax,
     `d out = scaling / Sk * sum_j (v_j - mean) d(q . k_j)`: one D x D matrix per head.
     """
-    blind = _blind_rows(mask, memo)
+    blind = _blind_rows(visible, memo)
     if blind is None:
         return out
     query, key, value = swap_heads_and_tokens(*states)
@@ -325,12 +311,12 @@ def _fill_blind_rows(
     return torch.where(blind.transpose(1, 2)[..., None], filled, out)
 
 
-def _blind_rows(mask: torch.Tensor | KeyIntervals, memo: Memo | None) -> torch.Tensor | None:
+def _blind_rows(visible: Visible, memo: Memo | None) -> torch.Tensor | None:
     """Returns which queries may see no key, bool [B, H, Sq], or None if it is known that every query may see one."""
+    mask, _, shown, _ = visible
 
     def find(_: torch.Tensor) -> torch.Tensor | None:
-        blind = visible_counts(mask) == 0 if isinstance(mask, KeyIntervals) else ~mask.any(-1)
+        blind = visible_counts(shown) == 0 if mask is None else ~mask.any(-1)
         return None if may_read() and not blind.any() else blind
 
-    shared = mask.intervals if isinstance(mask, KeyIntervals) else mask
-    return cached_result(memo, "blind rows", shared, find)
+    return cached_result(memo, "blind rows", shown.intervals if mask is None else mask, find)

@@ -16,6 +16,7 @@ from torch import Tensor
 from ..._core.checks import may_read
 from ...keys.intervals import KeyIntervals
 from ...keys.rule import SelectionRule
+from ...keys.visible import Visible
 
 
 def counts_tokens(rule: SelectionRule) -> bool:
@@ -62,8 +63,7 @@ class TokenOrder(NamedTuple):
         """Undoes `align`."""
         return gather_columns(states, (self.queries if of_queries else self.keys).argsort(1), dim)
 
-    def align_intervals(self, shown: KeyIntervals) -> KeyIntervals:
-        """Aligns keys and queries of intervals with one head."""
+    def _align_intervals(self, shown: KeyIntervals) -> KeyIntervals:
         rows = torch.arange(shown.query_length, device=self.queries.device)
         is_token = torch.zeros_like(self.queries, dtype=torch.bool)
         is_token = is_token.scatter(1, self.queries, rows >= self.hidden)
@@ -73,6 +73,12 @@ class TokenOrder(NamedTuple):
         aligned = self.hidden + tokens_before.gather(1, bounds)
         aligned = aligned.view(intervals.shape).int() * self.align(shown.shown_keys(), 2)[..., None]
         return KeyIntervals(aligned, shown.query_length, shown.bound, shown.consecutive)
+
+    def align_visible(self, visible: Visible) -> Visible:
+        """Aligns keys and queries of intervals with one head, or a mask of keys, [B, 1, 1, Sk]."""
+        if visible.intervals is not None:
+            return visible._replace(intervals=self._align_intervals(visible.intervals))
+        return visible._replace(mask=self.align(visible.mask, 3))
 
     def restore_intervals(self, chosen: KeyIntervals) -> KeyIntervals:
         """Returns intervals of aligned queries and keys as intervals of columns."""

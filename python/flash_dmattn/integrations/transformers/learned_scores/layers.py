@@ -19,14 +19,23 @@ from ...._core.numerics import Numerics
 from ....budgets import SoftScores
 from ....keys.intervals import KeyIntervals
 from ....keys.rule import SelectionRule
+from ....merge import add_sink
 from ....scores import bias_to_learn
 from ..._shared.layer_call import layer_arguments, present_tokens
 from ..cache import DynamicMaskCache
 from ..cache_layer import DynamicMaskLayer
 from ..compat import CACHE, CACHE_NAMES
 from ..model_state import PIECES, SCORED_NAME, SCORES, add_hook, remove_hooks
-from ..scored_attention import KeyScores, LayerOptions, attend_with_keys, attend_with_slots
+from ..scored_attention import (
+    KeyScores,
+    LayerOptions,
+    attend_to_chosen,
+    attend_to_visible,
+    visible_elements,
+    visible_tokens,
+)
 from ..scored_cache import CacheState, store_scores
+from ..token_order import ScoredTokens
 
 # query [B, Sq, Hq, D], key [B, Sk, Hkv, D], value [B, Sk, Hkv, Dv]
 States = tuple[Tensor, Tensor, Tensor]
@@ -230,24 +239,25 @@ class ScoreCall:
                 )
             gates = scoring.record.gates(scores, scoring.temperature)
             bias = self._of_keys(scores - layer.scorer.first_score if gates is scores else gates)
-            used = KeyScores(rule, scores, bias, rule.recent_window, hides=False)
-            return attend_with_keys(*states, mask, used, options)
+            used = KeyScores(rule, scores, bias, rule.recent_window)
+            return attend_to_visible(*states, visible_elements(mask, query, key), used, options)
         scores = self._of_keys(scores)
         bias = bias_to_learn(scores)
-        # Intervals over keys of a cache are causality and padding; so are the masks of a static cache, others raise.
-        is_padding = mask is None or (
-            self.cache is not None and queries < keys and isinstance(mask, KeyIntervals)
-        )
+        delay = 0 if bias is None else rule.recent_window
+        used = KeyScores(rule, scores, bias, delay, self.first_query)
         is_static = self.first_query is not None
         is_prompt = self.state is not None and (
             isinstance(self.first_query, int) if is_static else queries == keys
         )
-        used = KeyScores(
-            rule, scores, bias, 0 if bias is None else rule.recent_window,
-            hides=not (scoring.dense_prefill and is_prompt),
-            is_padding=is_static or (bias is None and is_padding), first_query=self.first_query,
-        )  # fmt: skip
-        return attend_with_keys(*states, mask, used, options)
+        if scoring.dense_prefill and is_prompt:
+            return attend_to_visible(*states, visible_elements(mask, query, key), used, options)
+        # Intervals over keys of a cache are causality and padding; so are the masks of a static cache, others raise.
+        of_cache = self.cache is not None and queries < keys and isinstance(mask, KeyIntervals)
+        if mask is None or is_static or of_cache:
+            visible = visible_tokens(mask, self.first_query)
+        else:
+            visible = visible_elements(mask, query, key)
+        return attend_to_chosen(*states, visible, used, options)
 
     def _attend_to_slots(
         self,
@@ -259,17 +269,28 @@ class ScoreCall:
         layer, scoring, slots = self.layer, self.layer.scoring, self.slots
         self._check_phase("a DynamicMaskCache")
         slots.check_rule(scoring.rule, layer.layer_idx)
-        queries, scores = states[0].shape[1], scores.float()
-        present = None if mask is None else present_tokens(mask, queries)
-        if scoring.late and not slots.is_empty:
-            slots.prefetch()
-            last = None if present is None else present[:, 0]
-            slots.slots.rescore_last(scores[..., 0], last)
-        is_dense = scoring.dense_prefill and slots.is_empty
-        prompt = KeyScores(scoring.rule, self._of_keys(scores), hides=not is_dense, is_padding=True)
-        return attend_with_slots(
-            *states, mask, prompt, options, slots, present, scores_are_bias=False
-        )
+        query, key, value = states
+        scores, of_keys = scores.float(), self._of_keys(scores.float())
+        present = present_tokens(mask, query.shape[1])
+        tokens = ScoredTokens(key, value, of_keys, present)
+        if not slots.is_empty:
+            if scoring.late:
+                slots.prefetch()
+                last = None if present is None else present[:, 0]
+                slots.slots.rescore_last(scores[..., 0], last)
+            numerics, sink_logits, _ = options
+            out, lse = slots.attend(
+                query, tokens, scale=numerics.scale, softcap=numerics.softcap, scores_are_bias=False
+            )
+            return out if sink_logits is None else add_sink(out, lse, sink_logits)[0]
+        slots.check_kernels(key, value)  # before attention that the slots could not take over
+        used = KeyScores(scoring.rule, of_keys)
+        if scoring.dense_prefill:
+            out = attend_to_visible(*states, visible_elements(mask, query, key), used, options)
+        else:
+            out = attend_to_chosen(*states, visible_tokens(mask), used, options)
+        slots.fill(tokens)
+        return out
 
     def _attend_to_pieces(self, states: States, scores: Tensor, options: LayerOptions) -> Tensor:
         layer, scoring = self.layer, self.layer.scoring
