@@ -26,7 +26,7 @@ from .enable import enable_flash_dmattn, resolve_name
 from .learned_scores.add import add_learned_scores, remove_learned_scores, set_score_phase
 from .learned_scores.budgets import budget_loss, divide_budget, set_key_budgets
 from .learned_scores.dms import DMS_SCHEDULE, add_dms_scores, load_dms
-from .learned_scores.files import load_scores, save_scores, warn_of_scores_not_loaded
+from .learned_scores.files import load_scores, save_scores
 from .learned_scores.training import ScoreSchedule, divergence, freeze_all_but_scores
 from .mask_functions import key_interval_mask, registered_attention_mask
 from .model_state import DOGE_NAME, NAME, NAMES, SCORED_NAME
@@ -61,4 +61,3 @@ for _name in (*NAMES, DOGE_NAME, SCORED_NAME):
     )
 # At import, because from_pretrained(..., attn_implementation=NAME) calls nothing of this package before these methods.
 wrap_implementation_setter(resolve_name, {NAME: NAMES[-1]})
-warn_of_scores_not_loaded()

@@ -3,8 +3,7 @@ huggingface/transformers that it waits for or follows, if there is one, and the 
 
 Everything else goes through transformers' registries, `AttentionInterface` and `AttentionMaskInterface`, through subclasses of
 its classes, and through hooks and attributes of a model that the caller names. At import `wrap_implementation_setter` wraps two
-methods of `PreTrainedModel`, and `learned_scores/files.py` adds a handler to transformers' logger, which warns of scores
-that were not loaded; nothing else of transformers is changed, then or later.
+methods of `PreTrainedModel`; nothing else of transformers is changed, then or later.
 """
 
 import copy

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import warnings
 from typing import TYPE_CHECKING
 
 import torch
@@ -14,6 +15,7 @@ from transformers.models.doge.modeling_doge import (
 
 from ..._core.checks import may_read, resolve_flag
 from ...keys.recognise import Memo
+from .._shared.config_rules import CONFIG_NAME
 from .cache import DynamicMaskCache
 from .compat import (
     CACHE,
@@ -29,7 +31,6 @@ from .families import error_of, reason_to_refuse, warn_of_unknown, watch_text_mo
 from .learned_scores.layers import has_scores
 from .mask_functions import is_causal_config, mask_kind
 from .model_state import (
-    ALL_STORED_NAMES,
     CONTEXT,
     DOGE_NAME,
     NAME,
@@ -117,7 +118,7 @@ def enable_flash_dmattn(
         if isinstance(module, FlashDogeAttention):
             store_name(module.config, DOGE_NAME)
     for module in doge_models:
-        refuse_continuous_batching(module, ALL_STORED_NAMES)
+        refuse_continuous_batching(module, STORED_NAMES)
         setattr(module, _DEFAULT_CACHE, cache)
         if cache is not None:
             set_cache_of_generate(module, _default_cache)
@@ -155,9 +156,15 @@ def resolve_name(model: PreTrainedModel, name: str | None) -> str | None:
     """
     watch_text_model(model)
     _refuse_another_name(model, name)
-    if name not in STORED_NAMES and name != NAME:
+    if hasattr(model.config, CONFIG_NAME) and not any(map(has_scores, model.modules())):
+        warnings.warn(
+            f"config: got one with {CONFIG_NAME} for a model without them, as from_pretrained makes it: the model attends to all keys "
+            "until load_scores(model, folder)",
+            stacklevel=3,
+        )
+    if name not in (*NAMES, DOGE_NAME):
         return None
-    refuse_continuous_batching(model, ALL_STORED_NAMES)
+    refuse_continuous_batching(model, STORED_NAMES)
     if any(isinstance(module, DogeAttention) for module in model.modules()):
         _check_layers(model)
         replace_layers(model)

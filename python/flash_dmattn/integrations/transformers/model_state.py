@@ -10,8 +10,7 @@ NAMES = (NAME, "dynamic_mask_attention")
 # Implementations that a config stores; transformers has "doge_flex_attention".
 DOGE_NAME = "doge_dynamic_mask_attention"
 SCORED_NAME = "learned_scores_attention"
-STORED_NAMES = (NAMES[-1], DOGE_NAME)
-ALL_STORED_NAMES = (*STORED_NAMES, SCORED_NAME)
+STORED_NAMES = (NAMES[-1], DOGE_NAME, SCORED_NAME)
 
 CONTEXT = "flash_dmattn_context"  # a DogeModel passes its layers a `doge.Context`
 SCORES = "flash_dmattn_scores"  # a layer passes the attention function a `ScoreCall`

@@ -30,7 +30,7 @@ from ..families import (
     sizes_of,
     type_of,
 )
-from ..model_state import ALL_STORED_NAMES, NAMES, PIECES, SCORED_NAME, add_hook
+from ..model_state import NAMES, PIECES, SCORED_NAME, STORED_NAMES, add_hook
 from .decoder_hooks import decoder_hooks, remove_decoder_hooks
 from .layers import add_scorer, has_scores, remove_scorer
 
@@ -137,7 +137,7 @@ def add_learned_scores(
     for decoder, hook in hooks:
         add_hook(decoder, hook)
     for module in _pretrained_models(model):
-        refuse_continuous_batching(module, ALL_STORED_NAMES)
+        refuse_continuous_batching(module, STORED_NAMES)
         _leave_scorers_untied(module)
     setattr(model, _METHOD, partial(set_score_phase, model))
     return set_score_phase(model, "hard")

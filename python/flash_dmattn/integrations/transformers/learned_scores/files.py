@@ -3,9 +3,7 @@
 from __future__ import annotations
 
 import json
-import logging
 import uuid
-import warnings
 from os import PathLike
 from pathlib import Path
 
@@ -13,7 +11,6 @@ from safetensors import safe_open
 from safetensors.torch import save
 from torch import Tensor, nn
 from transformers import PreTrainedModel
-from transformers.utils import logging as transformers_logging
 
 from ..._shared.config_rules import CONFIG_NAME, LearnedScores
 from ..._shared.scorers import Scorer
@@ -23,24 +20,6 @@ from .layers import has_scores
 
 _TENSORS, _RULE = "learned_scores.safetensors", "learned_scores.json"
 _PART = "scorer"  # the name of a layer's scorer in the names of its parameters
-
-
-class WarnOfScoresNotLoaded(logging.Handler):
-    """Warns when transformers reports scorers among the parameters of a checkpoint that its model does not have."""
-
-    def emit(self, record: logging.LogRecord) -> None:
-        report = record.getMessage()
-        if f".{_PART}." in report and ("UNEXPECTED" in report or "were not used" in report):
-            warnings.warn(
-                "from_pretrained: got a checkpoint with learned scores, which it does not load: the model attends to all keys until "
-                "load_scores(model, folder)",
-                stacklevel=2,
-            )
-
-
-def warn_of_scores_not_loaded() -> None:
-    """Registers `WarnOfScoresNotLoaded` with the logger of transformers."""
-    transformers_logging.add_handler(WarnOfScoresNotLoaded())
 
 
 def save_scores(model: nn.Module, folder: str | Path) -> None:
