@@ -7,13 +7,12 @@ from ..keys.intervals import KeyIntervals
 from ._shared.layer_call import (
     cast_states,
     check_probabilities,
-    check_states,
     has_queries,
     is_causal_mask,
     swap_heads_and_tokens,
     target_dtype,
 )
-from .packed_sequences import attend_by_mask_or_sequences, take_bias_and_window
+from .packed_sequences import attend_by_mask_or_sequences, check_states, take_bias_and_window
 
 __all__ = ["flash_dynamic_mask_attention_forward"]
 

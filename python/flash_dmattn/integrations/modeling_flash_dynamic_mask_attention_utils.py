@@ -5,8 +5,8 @@ from torch import Tensor, dtype
 from .._core.checks import resolve_flag
 from .._core.numerics import resolve_scale
 from ..keys.intervals import KeyIntervals
-from ._shared.layer_call import cast_states, check_states
-from .packed_sequences import attend_by_mask_or_sequences, take_bias_and_window
+from ._shared.layer_call import cast_states
+from .packed_sequences import attend_by_mask_or_sequences, check_states, take_bias_and_window
 
 __all__ = ["_flash_dynamic_mask_attention_forward", "fdma_peft_integration_check"]
 

@@ -2,6 +2,7 @@
 again. The functions of 1.x take them; under the names of attention implementations masks contain them."""
 
 from collections.abc import Mapping
+from typing import NamedTuple
 
 import torch
 import torch.nn.functional as F
@@ -10,6 +11,7 @@ from .._core.checks import (
     MASK_VALUE,
     check_count,
     check_positions,
+    check_tensor,
     may_read,
     squeeze_query_dimension,
 )
@@ -24,16 +26,32 @@ from ..keys.select import select_elements
 from ..keys.visible import Visible
 from ._shared.layer_call import (
     PACKED_KEYWORDS,
-    PackedSequences,
     allows_all,
     check_mask_type,
+    checked_offsets,
     checked_options,
     intervals_of_documents,
     normalize_mask,
     packed_keywords,
-    sequences_of_offsets,
     take_bias,
 )
+
+
+class PackedSequences(NamedTuple):
+    """Sequences packed over all rows: offsets int [sequences + 1], and maximum lengths if known."""
+
+    cu_seqlens_q: torch.Tensor
+    cu_seqlens_k: torch.Tensor
+    max_length_q: int | None
+    max_length_k: int | None
+
+
+def check_states(layout: str, **states: torch.Tensor) -> None:
+    """Raises unless query, key and value have four dimensions, by name."""
+    for name, tensor in states.items():
+        check_tensor(tensor, name)
+        if tensor.dim() != 4:
+            raise ValueError(f"{name}: got shape {tuple(tensor.shape)}, expected {layout}")
 
 
 def take_bias_and_window(
@@ -97,7 +115,7 @@ def attend_by_mask_or_sequences(
     options = checked_options(query, **keywords)
     if isinstance(visible, PackedSequences):
         return attend_in_sequences(*states, bias, visible, keep, is_causal=is_causal, **options)
-    mask, intervals, added = normalize_mask(visible, bias, query, key, chooses=selects)
+    mask, intervals, added = normalize_mask(visible, bias, query, key)
     rule = scores = None
     if selects:
         mask, intervals, rule, scores = _choice_by_bias(
@@ -160,7 +178,7 @@ def sequences_or_mask(
         refuse_negative(mask, None)
     else:
         return mask
-    sequences = sequences_of_offsets(packed, mask, batch * length, batch * key_length)
+    sequences = _sequences_of_offsets(packed, mask, batch * length, batch * key_length)
     if sequences is None and positions is not None and length == key_length:
         sequences = _sequences_of_positions(
             positions, mask, batch, length, is_causal, by_offsets=may_read() or selects
@@ -172,6 +190,19 @@ def sequences_or_mask(
     if window is None:
         return mask if sequences is None else sequences
     return window if sequences is None else intersect(window, sequences)
+
+
+def _sequences_of_offsets(
+    packed: Mapping[str, object], key_mask: torch.Tensor | None, total_q: int, total_k: int
+) -> PackedSequences | None:
+    lengths = list(map(packed.get, PACKED_KEYWORDS[2:]))
+    for i, length in enumerate(lengths):
+        if isinstance(length, torch.Tensor) and length.numel() == 1:
+            lengths[i] = length = length.item()  # transformers computes it from positions
+        if length is not None:
+            check_count(length, PACKED_KEYWORDS[2 + i])
+    offsets = checked_offsets(packed, key_mask, total_q, total_k, lengths[1])
+    return None if offsets is None else PackedSequences(*offsets, *lengths)
 
 
 def _sequences_of_positions(

@@ -2,7 +2,6 @@
 
 import warnings
 from collections.abc import Mapping, Sequence
-from typing import NamedTuple
 
 import torch
 from torch import Tensor
@@ -11,8 +10,6 @@ from ..._core.checks import (
     add_query_dimension,
     broadcast_argument,
     check_bias,
-    check_count,
-    check_tensor,
     may_read,
     widen_bias,
 )
@@ -240,14 +237,11 @@ def normalize_mask(
     bias: Tensor | None,
     query: Tensor,
     key: Tensor,
-    *,
-    chooses: bool = False,
     memo: Memo | None = None,
 ) -> tuple[Tensor | None, KeyIntervals | None, Tensor | None]:
     """Returns (mask, intervals, bias). The mask is bool [B, H, Sk] or [B, H, Sq, Sk], unless intervals describe it.
 
     An additive mask that has values besides allowing and masking ones is split into a mask and a bias.
-    chooses: whether a choice of keys follows. The choice recognises intervals in a bool mask by itself.
     """
     query_length, key_length = query.shape[1], key.shape[1]
     intervals = as_key_intervals(check_mask_type(mask), query_length, key_length)
@@ -266,7 +260,7 @@ def normalize_mask(
                 "an additive mask has 4 dimensions"
             )
         return mask.bool(), None, bias
-    if mask.shape[2] > 1 and not (chooses and mask.dtype == torch.bool):
+    if mask.shape[2] > 1:
         intervals = intervals_of_mask(mask, memo)
         if intervals is not None:
             return None, intervals, bias
@@ -288,15 +282,6 @@ def _sum_of_biases(x: Tensor, y: Tensor) -> Tensor:
 # ---- Packed sequences ---------------------------------------------------------------------------
 
 
-class PackedSequences(NamedTuple):
-    """Sequences packed over all rows: offsets int [sequences + 1], and maximum lengths if known."""
-
-    cu_seqlens_q: Tensor
-    cu_seqlens_k: Tensor
-    max_length_q: int | None
-    max_length_k: int | None
-
-
 def hide_other_sequences(
     mask: Tensor | None,
     keywords: Mapping[str, object],
@@ -311,18 +296,17 @@ def hide_other_sequences(
     """
     packed = packed_keywords(keywords)
     # The lengths of sequences are not needed, and may be on a GPU.
-    offsets = {name: packed[name] for name in PACKED_KEYWORDS[:2]}
+    packed = {name: packed[name] for name in PACKED_KEYWORDS[:2]}
     key_mask = None if has_queries(mask) or is_causal_mask(mask) else mask
-    packed = sequences_of_offsets(offsets, key_mask, batch * query_length, batch * key_length)
-    if packed is None or len(packed.cu_seqlens_q) == 2:
+    offsets = checked_offsets(packed, key_mask, batch * query_length, batch * key_length)
+    if offsets is None or len(offsets[0]) == 2:
         return mask
 
     def sequence_numbers(offsets: Tensor, length: int) -> Tensor:
         tokens = torch.arange(batch * length, dtype=offsets.dtype, device=offsets.device)
         return torch.searchsorted(offsets, tokens, right=True).view(batch, length)
 
-    queries = sequence_numbers(packed.cu_seqlens_q, query_length)
-    keys = sequence_numbers(packed.cu_seqlens_k, key_length)
+    queries, keys = map(sequence_numbers, offsets, (query_length, key_length))
     first = torch.searchsorted(queries, keys, out_int32=True)
     last = torch.searchsorted(queries, keys, right=True, out_int32=True)
     same_sequence = KeyIntervals(
@@ -338,34 +322,36 @@ def hide_other_sequences(
     return mask * same_sequence.to_mask()
 
 
-def sequences_of_offsets(
-    packed: Mapping[str, object], key_mask: Tensor | None, total_q: int, total_k: int
-) -> PackedSequences | None:
-    """Finds packed sequences by offsets. key_mask: a mask without a query dimension, here and below."""
+def checked_offsets(
+    packed: Mapping[str, object],
+    key_mask: Tensor | None,
+    total_q: int,
+    total_k: int,
+    longest: int | None = None,
+) -> tuple[Tensor, Tensor] | None:
+    """Returns the offsets of packed sequences, int [sequences + 1], of queries and of keys; None: all values are None.
+
+    key_mask: a mask without a query dimension. longest: the number of keys of the longest sequence, if known.
+    """
     if all(value is None for value in packed.values()):
         return None
-    cu_seqlens_q, cu_seqlens_k, *lengths = map(packed.get, PACKED_KEYWORDS)
-    for name, offsets in (("cu_seq_lens_q", cu_seqlens_q), ("cu_seq_lens_k", cu_seqlens_k)):
+    cu_seqlens_q, cu_seqlens_k = map(packed.get, PACKED_KEYWORDS[:2])
+    for name, offsets in zip(PACKED_KEYWORDS, (cu_seqlens_q, cu_seqlens_k), strict=False):
         if offsets is None:
             raise ValueError(
                 f"{name}: got None with another argument of packed sequences, expected both cu_seq_lens_q and "
                 "cu_seq_lens_k"
             )
-    for i, length in enumerate(lengths):
-        if isinstance(length, Tensor) and length.numel() == 1:
-            lengths[i] = length = length.item()  # transformers computes it from positions
-        if length is not None:
-            check_count(length, PACKED_KEYWORDS[2 + i])
     check_offsets(cu_seqlens_q, "cu_seq_lens_q", total_q)
     check_offsets(
-        cu_seqlens_k, "cu_seq_lens_k", total_k, longest=lengths[1], name_of_longest="max_length_k"
+        cu_seqlens_k, "cu_seq_lens_k", total_k, longest=longest, name_of_longest="max_length_k"
     )
     if key_mask is not None and not (may_read() and allows_all(key_mask)):
         raise ValueError(
             f"attention_mask: got shape {tuple(key_mask.shape)} with cu_seq_lens_q, expected None or, if values "
             "can be read, a mask that allows every key: packed sequences have no padding"
         )
-    return PackedSequences(cu_seqlens_q, cu_seqlens_k, *lengths)
+    return cu_seqlens_q, cu_seqlens_k
 
 
 def allows_all(key_mask: Tensor) -> bool:
@@ -374,14 +360,6 @@ def allows_all(key_mask: Tensor) -> bool:
 
 
 # ---- Query, key and value -----------------------------------------------------------------------
-
-
-def check_states(layout: str, **states: Tensor) -> None:
-    """Raises unless query, key and value have four dimensions, by name."""
-    for name, tensor in states.items():
-        check_tensor(tensor, name)
-        if tensor.dim() != 4:
-            raise ValueError(f"{name}: got shape {tuple(tensor.shape)}, expected {layout}")
 
 
 def target_dtype(module: torch.nn.Module, query: Tensor) -> torch.dtype | None:
