@@ -16,7 +16,7 @@ from flash_dmattn.integrations.transformers import (
     save_scores,
 )
 from flash_dmattn.integrations.transformers.learned_scores.add import scored_layers
-from scored_models import FAMILIES, make_base, make_ids, make_scored
+from scored_models import FAMILIES, RULES, make_base, make_ids, make_scored, spread_scores
 from scores_by_definition import by_definition
 from transformers_version import IS_TRANSFORMERS_4
 
@@ -124,6 +124,17 @@ def test_padding_between_turns_equals_texts_alone(phase, name):
             torch.testing.assert_close(
                 torch.cat(logits, 1)[row, tokens], alone, atol=5e-5, rtol=1e-4
             )
+
+
+@pytest.mark.parametrize("name", ["slots", "static"])
+def test_dense_prompt_equals_that_of_a_growing_cache(name):
+    model = spread_scores(add_learned_scores(make_base(), **RULES["all"], dense_prefill=True))
+    ids, logits = make_ids(PROMPT + NEW), []
+    with torch.no_grad():
+        for cache in (CACHES["dynamic"](model), CACHES[name](model)):
+            parts = ids.split([PROMPT, 1, NEW - 1], 1)
+            logits.append(torch.cat([model(x, past_key_values=cache).logits for x in parts], 1))
+    torch.testing.assert_close(*logits, atol=5e-5, rtol=1e-4)
 
 
 def test_scores_of_padded_rows_get_gradients_of_texts_alone():
