@@ -1,4 +1,4 @@
-"""The attention functions and their helpers keep their names and defaults, and raise clear errors."""
+"""The attention functions have the same names and defaults, and backends that cannot run raise clear errors."""
 
 import importlib
 import inspect
@@ -11,8 +11,6 @@ import flash_dmattn
 from flash_dmattn import flash_dmattn_func
 from flash_dmattn.distributed import boundary_places, context_parallel_dmattn
 from flash_dmattn.keys.rule import SelectionRule
-from flash_dmattn.utils.padding import pad_input, unpad_input
-from python_process import run_forked
 
 
 def qkv(dtype=torch.float32):
@@ -32,60 +30,6 @@ def test_names_that_other_programs_use_exist():
     ):  # fmt: skip
         assert getattr(flash_dmattn, function.__name__) is function
     assert all(hasattr(flash_dmattn, name) for name in flash_dmattn.__all__)
-
-
-WITHOUT_TRANSFORMERS = """
-import sys
-sys.modules["transformers"] = None  # its import raises
-import flash_dmattn.integrations.flash_dynamic_mask_attention
-import flash_dmattn.integrations.import_utils
-import flash_dmattn.integrations.modeling_flash_dynamic_mask_attention_utils
-from flash_dmattn import *
-from flash_dmattn._core import availability
-assert availability.backends.cache_info().currsize == 0
-"""
-
-
-def test_modules_of_1_x_import_without_transformers_and_do_not_initialise_cuda():
-    """Once a process has initialised CUDA, its forked children cannot use the GPU."""
-    run_forked(WITHOUT_TRANSFORMERS)
-
-
-SIGNATURES = [
-    ("flash_dmattn_interface", "flash_dmattn_func",
-     "query key value attn_mask attn_bias softmax_scale is_causal softcap deterministic return_attn_probs",
-     "scale keep_window_size selection selection_scores key_intervals nonfinite"),
-    ("flash_dmattn_interface", "flash_dmattn_varlen_func",
-     "query key value cu_seqlens_q cu_seqlens_k max_seqlen_q max_seqlen_k softmax_scale is_causal softcap "
-     "deterministic return_attn_probs block_table",
-     "attn_bias keep_window_size selection nonfinite"),
-    ("keys.select", "select_key_intervals",
-     "scores keep_window_size", "selection is_causal key_mask query_length"),
-    ("utils.mask", "create_mask",
-     "attention_bias attention_mask batch_size query_len key_len window_size min_dtype block_size type", ""),
-    ("utils.mask", "topk_indices", "attention_bias window_size", ""),
-    ("utils.mask", "topk_mask", "attention_bias attention_mask window_size min_dtype block_size", ""),
-    ("utils.mask", "relu_mask", "attention_bias attention_mask min_dtype block_size", ""),
-    ("utils.padding", "pad_input", "hidden_states indices batch seqlen", ""),
-    ("utils.padding", "unpad_input", "hidden_states attention_mask", ""),
-    ("integrations.import_utils", "is_flash_dmattn_available", "", ""),
-    ("integrations.modeling_flash_dynamic_mask_attention_utils", "_flash_dynamic_mask_attention_forward",
-     "query_states key_states value_states attention_mask attention_bias query_length key_length is_causal "
-     "softmax_scale softcap keep_window_size deterministic target_dtype implementation", "window_size"),
-    ("integrations.modeling_flash_dynamic_mask_attention_utils", "fdma_peft_integration_check",
-     "q k v bias target_dtype", ""),
-    ("integrations.flash_dynamic_mask_attention", "flash_dynamic_mask_attention_forward",
-     "module query key value attention_mask attention_bias scaling window_size softcap", "position_bias"),
-]  # fmt: skip
-
-
-@pytest.mark.parametrize("module, name, in_order, by_name", SIGNATURES)
-def test_arguments_keep_their_names_and_order(module, name, in_order, by_name):
-    function = getattr(importlib.import_module(f"flash_dmattn.{module}"), name)
-    parameters = inspect.signature(function).parameters.values()
-    positional = [p.name for p in parameters if p.kind is p.POSITIONAL_OR_KEYWORD]
-    assert positional[: len(in_order.split())] == in_order.split()
-    assert set(by_name.split()) <= {p.name for p in parameters if p.kind is p.KEYWORD_ONLY}
 
 
 @pytest.mark.parametrize("name", ["triton_dmattn_func", "flex_dmattn_func"])
@@ -215,28 +159,3 @@ def test_declining_backend_raises_reason():
     q, k, v = qkv(torch.float64)
     with pytest.raises((ValueError, RuntimeError), match="cpu.*f64"):
         flash_dmattn.flash_dmattn_func_auto("cpu")(q, k, v)
-
-
-# ---- Padding -----------------------------------------------------------------------------------------
-
-
-def test_pad_input_inverts_unpad_input():
-    mask = torch.tensor([[1, 1, 1, 0], [0, 1, 0, 0], [0, 0, 0, 0]])
-    states = torch.randn(3, 4, 5, 2, requires_grad=True)
-    packed, indices, cu_seqlens, longest, used = unpad_input(states, mask)
-    assert torch.equal(packed, states[mask.bool()])
-    assert indices.tolist() == [0, 1, 2, 5]
-    assert cu_seqlens.tolist() == [0, 3, 4, 4] and cu_seqlens.dtype == torch.int32
-    assert longest == 3 and used.tolist() == [3, 1, 0] and used.dtype == torch.int32
-    padded = pad_input(packed, indices, 3, 4)
-    assert torch.equal(padded, states * mask[..., None, None])
-    padded.sum().backward()
-    assert torch.equal(states.grad, mask[..., None, None].expand_as(states).float())
-
-
-def test_unpad_drops_unused_tokens():
-    mask = torch.tensor([[1, 0, 0], [1, 1, 0]])
-    unused = torch.tensor([[0, 1, 0], [0, 0, 0]])
-    packed, indices, cu_seqlens, longest, used = unpad_input(torch.randn(2, 3, 1), mask, unused)
-    assert indices.tolist() == [0, 1, 3, 4] and cu_seqlens.tolist() == [0, 2, 4]
-    assert longest == 2 and used.tolist() == [1, 2] and len(packed) == 4

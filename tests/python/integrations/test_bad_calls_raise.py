@@ -11,17 +11,13 @@ from transformers.models.doge.modeling_doge import DogeAttention, DogeForSequenc
 
 from dense_attention import HKV, HQ, B, S, make_states
 from doge_generation import WINDOW, make_ids, make_model
-from flash_dmattn.integrations.flash_dynamic_mask_attention import (
-    flash_dynamic_mask_attention_forward,
-)
-from flash_dmattn.integrations.modeling_flash_dynamic_mask_attention_utils import (
-    _flash_dynamic_mask_attention_forward,
-)
+from flash_dmattn.integrations._shared.layer_call import causal_mask
 from flash_dmattn.integrations.transformers import (
     DynamicMaskCache,
     enable_flash_dmattn,
     key_interval_mask,
 )
+from flash_dmattn.integrations.transformers.attention import attention_forward
 from flash_dmattn.integrations.transformers.compat import CACHE
 from flash_dmattn.integrations.transformers.context_parallel import ModelOfPieces
 from scored_models import VOCABULARY, make_base, make_config, make_scored
@@ -33,73 +29,23 @@ LOWEST = torch.finfo(torch.float32).min
 
 # ---- The attention function ----------------------------------------------------------------------------
 
-STATES = [t.detach() for t in make_states()]
+QUERY, KEY, VALUE = (t.detach().transpose(1, 2) for t in make_states())
 BIAS, OFFSETS = torch.zeros(B, HKV, S), torch.arange(B + 1, dtype=torch.int32) * S
-PACKED = {"cu_seq_lens_q": OFFSETS, "cu_seq_lens_k": OFFSETS}
-POSITIONS = (torch.arange(S) % 20)[None]
-PADDED = torch.arange(S)[None].expand(B, S) > 4
+PADDED = torch.arange(S).expand(B, S) > 4
 EITHER = torch.tensor([[0, 1], [0, 0]], dtype=torch.int32).expand(B, 1, 2, 2)
+NEGATIVE = -PADDED.long()[:, None, None].expand(B, 1, S, S)
 
 
 class Layer(torch.nn.Module):
-    is_causal, window_size = True, 9
+    is_causal, config = True, LlamaConfig()
 
 
-def heads_first(tokens=S, **options):
-    names = ("query", "key", "value")
-    states = zip(names, (t.transpose(1, 2)[:, :, :tokens] for t in STATES), strict=True)
-    arguments = {"module": Layer(), "attention_mask": None, **dict(states), **options}
-    return lambda: flash_dynamic_mask_attention_forward(**arguments)
+def attend(mask=None, query=QUERY, key=KEY, value=VALUE, **options):
+    return lambda: attention_forward(Layer(), query, key, value, mask, **options)
 
 
-def tokens_first(**options):
-    names = ("query_states", "key_states", "value_states")
-    arguments = {**dict(zip(names, STATES, strict=True)), "query_length": S, "key_length": S}
-    arguments |= {"attention_mask": None, "attention_bias": None, "is_causal": True, **options}
-    return lambda: _flash_dynamic_mask_attention_forward(**arguments)
-
-
-BOTH = (heads_first, tokens_first)
-NO_STATES = ["a", None, torch.zeros(3)]
-NO_BIAS = ["a", 3.0, torch.zeros(3), torch.zeros(B, HKV, S, dtype=torch.int64)]
-NO_SCALE = ["a", [1], True, float("nan"), 0.0]
-NO_WINDOW = ["a", [3], 2.5, True, -1]
-NO_OFFSETS = ["a", [0, S], torch.tensor([0.0, S]), torch.tensor([1, B * S])]
-NO_LENGTH = ["a", [S], 2.5, torch.tensor(2.5), True, -1]
-WRONG = [
-    (BOTH, "attention_mask", ["a", [True], torch.tensor(True), torch.ones(B, S - 1), torch.ones(3, 1, S, S)]),
-    (BOTH, "attention_bias", NO_BIAS),
-    (BOTH, "sliding_window", NO_WINDOW),
-    (BOTH, "softcap", ["a", [1], -1.0]),
-    (BOTH, "deterministic", ["a", 2]),
-    (BOTH, "position_ids", ["a", [0, 1], 3, torch.zeros(1, S), torch.zeros(1, S, dtype=torch.bool)]),
-    *(((heads_first,), name, NO_STATES) for name in ("query", "key", "value")),
-    *(((tokens_first,), name, NO_STATES) for name in ("query_states", "key_states", "value_states")),
-    ((heads_first,), "position_bias", NO_BIAS),
-    ((heads_first,), "scaling", NO_SCALE),
-    ((tokens_first,), "softmax_scale", NO_SCALE),
-    ((heads_first,), "dropout", ["a", 0.1]),
-    ((tokens_first,), "target_dtype", ["a", 3, torch.int32]),
-]  # fmt: skip
-IGNORED_BY_EAGER = {  # and by no call of ours
-    "cache": object(), "block_table": torch.zeros(1, 1), "cu_seq_lens_k": {"full_attention": torch.zeros(2)},
-    "max_length_k": {"full_attention": 3}, "s_aux": torch.zeros(HQ + 1), "sinks": torch.zeros(HQ),
-    "head_mask": torch.ones(HQ), "block_indices": torch.zeros(1), "softcapp": 3.0, "keep_windowsize": 3,
-    "is_causal": "False",
-}  # fmt: skip
-
-
-def rows_of(forms, name, values, **others):
-    """All values for the last form. Both pass the same names on, so the other form has the first value."""
-    words = f"^{name}(: got| is| has) .*expected"
-    of_form = {form: values if form is forms[-1] else values[:1] for form in forms}
-    return [(words, form(**(others | {name: v}))) for form in forms for v in of_form[form]]
-
-
-def call_of_negative_mask(shape, dtype, **packed):
-    mask = torch.zeros(shape, dtype=dtype)
-    mask[..., 2:4] = -1
-    return heads_first(attention_mask=mask, **packed)
+def attend_in_sequences(mask=None, **options):
+    return attend(mask, **{"cu_seq_lens_q": OFFSETS, "cu_seq_lens_k": OFFSETS} | options)
 
 
 def generate_in_batch(family, name):
@@ -112,33 +58,32 @@ def generate_in_batch(family, name):
 
 
 CALLS_OF_ATTENTION = [
-    *(row for wrong in WRONG for row in rows_of(*wrong)),
-    *rows_of(BOTH, "window_size", NO_WINDOW, attention_bias=BIAS),
-    *rows_of((tokens_first,), "keep_window_size", NO_WINDOW, attention_bias=BIAS),
-    *(row for name in PACKED for row in rows_of(BOTH, name, NO_OFFSETS, **PACKED)),
-    *(row for name in ("max_length_q", "max_length_k") for row in rows_of(BOTH, name, NO_LENGTH, **PACKED)),
-    *rows_of(BOTH, "max_length_k", [S - 1], **PACKED),
-    *((f"^{name}: got", tokens_first(**{name: value})) for name, value in IGNORED_BY_EAGER.items()),
-    ("^attention_bias: got a tensor together with position_bias", heads_first(attention_bias=BIAS, position_bias=BIAS)),
-    ("^query: got shape .*, expected no dimension of size 0", heads_first(query=STATES[0].transpose(1, 2)[:, :, :0])),
-    # A module's window is the default only for calls with scores.
-    *(("window_size: got 3 without attention_bias", form(window_size=3)) for form in BOTH),
-    ("^keep_window_size: got 3 without attention_bias", tokens_first(keep_window_size=3)),
-    ("window_size: got 3 together with keep_window_size 9", tokens_first(attention_bias=BIAS, keep_window_size=9, window_size=3)),
-    *(("query_length, key_length: got", tokens_first(query_length=q, key_length=k)) for q, k in ((1, S), (S, 1))),
-    ("^attention_mask: got int32 of shape .* which is a mask or intervals", heads_first(2, attention_mask=EITHER)),
-    (r"^attention_mask: got shape \(2, 30\), expected 37 keys", tokens_first(attention_mask=PADDED[:, :30], attention_bias=BIAS)),
-    *(("^attention_mask: got torch.float32 of shape", heads_first(attention_mask=torch.zeros(shape))) for shape in ((B, S), (B, 1, S))),
+    *((f"^{name}: got", attend(**{name: value})) for name, value in {
+        "attention_bias": "a", "position_bias": BIAS.long(), "scaling": 0.0, "softcap": -1.0, "deterministic": "a",
+        "s_aux": torch.zeros(HQ + 1), "dropout": 0.1, "is_causal": "False", "softcapp": 3.0, "query": QUERY[:, :, :0],
+    }.items()),
+    ("^attention_bias: got a tensor together with position_bias", attend(attention_bias=BIAS, position_bias=BIAS)),
+    # Features that are not supported, which eager attention ignores.
+    *((f"^{name}: got .* belongs to {words}", attend(**{name: torch.zeros(1)})) for name, words in (
+        ("cache", "continuous batching"), ("block_table", "continuous batching"), ("sinks", "per-token"), ("head_mask", "weights"),
+        ("block_indices", "keys chosen"))),
+    *((f"^{name}: got a dict", attend(**{name: {"full_attention": 3}})) for name in ("cu_seq_lens_k", "max_length_k")),
+    # The mask decides what a query sees.
+    ("^is_causal: got True without a mask", attend(is_causal=True)),
+    ("^is_causal: got False with a causal mask", attend(causal_mask(B, None), is_causal=False)),
+    ("^attention_mask: got str", attend("a")),
+    *((r"^attention_mask: got shape \(.*\), expected 37 keys last", attend(mask)) for mask in (torch.tensor(True), PADDED[:, 1:])),
+    ("^attention_mask: got shape", attend(torch.ones(3, 1, S, S))),
+    ("^attention_mask: got int32 of shape .* which is a mask or intervals", attend(EITHER, *(t[:, :, :2] for t in (QUERY, KEY, VALUE)))),
+    *(("^attention_mask: got torch.float32 of shape", attend(torch.zeros(shape))) for shape in ((B, S), (B, 1, S))),
     # Read as bool masks, additive ones of integers would hide what they allow.
-    *((f"^attention_mask: got {dtype} .* negative numbers", call_of_negative_mask(shape, dtype, **packed))
-      for dtype in (torch.int64, torch.int32) for shape in ((B, S), (B, 1, S), (B, 1, 1, S), (B, 1, S, S))
-      for packed in ({}, {"position_ids": POSITIONS})),
+    *((f"^attention_mask: got {dtype} .* negative numbers", attend(mask.to(dtype)))
+      for dtype in (torch.int64, torch.int32) for mask in (NEGATIVE[:, 0, 0], NEGATIVE[:, 0, :1], NEGATIVE)),
     # Packed sequences.
-    *(("cu_seq_lens_[qk]: got None", tokens_first(**{name: value})) for name, value in
-      {**PACKED, "max_length_q": S, "max_length_k": S}.items()),
-    *(("cu_seq_lens_q|position_ids", tokens_first(attention_mask=PADDED, **packed)) for packed in (PACKED, {"position_ids": POSITIONS})),
-    ("^attention_bias: got shape", tokens_first(attention_bias=torch.zeros(B, HKV, S, S), keep_window_size=9, **PACKED)),
-    ("^sliding_window: got 5 for packed sequences", heads_first(position_ids=POSITIONS, sliding_window=5)),
+    *((f"^{name}: got None", attend_in_sequences(**{name: None})) for name in ("cu_seq_lens_q", "cu_seq_lens_k")),
+    *(("^cu_seq_lens_q: got", attend_in_sequences(cu_seq_lens_q=offsets))
+      for offsets in ([0, S], torch.tensor([0.0, S]), torch.tensor([1, B * S]))),
+    ("^attention_mask: got shape .* with cu_seq_lens_q", attend_in_sequences(PADDED)),
     # Masks and batches of a model.
     ("^sliding_windw: got", lambda: key_interval_mask(1, 8, 8, sliding_windw=3)),
     ("^attention_mask: got", lambda: key_interval_mask(1, 8, 8, attention_mask=torch.zeros(1, 8))),

@@ -1,11 +1,8 @@
-"""The calls of transformers' attention function that are compared with the oracle."""
+"""Inputs [B, S, H, D] of transformers' attention, and the oracle for them."""
 
 import torch
 
 from dense_in_double import dense_in_double
-from flash_dmattn.integrations.modeling_flash_dynamic_mask_attention_utils import (
-    _flash_dynamic_mask_attention_forward,
-)
 
 B, S, HQ, HKV, D, KEEP = 2, 37, 4, 2, 16, 9
 LOWEST = torch.finfo(torch.float32).min
@@ -31,14 +28,6 @@ def padded_causal(query_length=S):
 def dense_attention(query, key, value, visible, bias):
     """Attends by the oracle. visible, bias: [B or 1, H, Sq, Sk], or a bias [B, H, Sk]. Rows without a visible key are 0."""
     return dense_in_double(query, key, value, bias, visible)[0].to(query.dtype)
-
-
-def attend(query, key, value, mask, bias, **kwargs):
-    keep = None if bias is None else KEEP
-    options = {"is_causal": True, "keep_window_size": keep, **kwargs}
-    return _flash_dynamic_mask_attention_forward(
-        query, key, value, mask, bias, query.shape[1], key.shape[1], **options
-    )
 
 
 def assert_same(inputs, actual, expected):
