@@ -42,8 +42,7 @@ prepare_torchvision()  # before transformers imports it
 import transformers  # noqa: E402
 
 ROOT = Path(__file__).parent.parent
-SUPPORT = ROOT / "tests" / "python" / "support"
-sys.path[:0] = [str(SUPPORT / "models"), str(SUPPORT / "definitions")]
+sys.path[:0] = [str(ROOT / "tools/families"), str(ROOT / "tests/python/support/definitions")]
 
 import flash_dmattn.integrations.transformers  # noqa: E402, F401
 from eager_comparison import Verdict, compare  # noqa: E402

@@ -55,6 +55,7 @@ def masks_of(queries):
         "padded": (padded, padded),
         "additive": (torch.where(padded, 0.0, LOWEST), padded),
         "integers": (padded.long(), padded),
+        "additive keys": (torch.where(by_key[:, :1, None], 0.0, LOWEST), by_key[:, :1, None]),
         "any": (some[:, :1], some[:, :1]),
         "any of heads": (some, some),
         "intervals": (window.intervals.expand(B, -1, -1, -1), window.to_mask()),
@@ -110,8 +111,11 @@ def test_offsets_hide_keys_of_other_sequences(form, lengths):
 def test_what_the_mask_contains_changes_nothing():
     states, positions = make_states(), torch.arange(S)[None] % 20
     ignored = dict.fromkeys(BOOKKEEPING, True) | {"cache": None, "s_aux": None, "sliding_window": 3}
-    out = attend(*states, CAUSAL, position_ids=positions, is_causal=True, **ignored)
-    assert torch.equal(out, attend(*states, CAUSAL))
+    layer = torch.nn.Identity()
+    for layer.is_causal in (False, True):
+        for mask in (CAUSAL, None):
+            out = attend(*states, mask, module=layer, position_ids=positions, **ignored)
+            assert torch.equal(out, attend(*states, mask))
 
 
 def test_options_of_a_call_are_followed():

@@ -94,12 +94,11 @@ def test_scores_without_effect_keep_the_logits(family):
 
 
 @pytest.mark.skipif(IS_TRANSFORMERS_4, reason="tiny models are those of transformers 5")
-@pytest.mark.parametrize("name", ["Llava", "Qwen2VL", "Idefics3", "InternVL"])
-def test_text_decoders_of_multimodal_models_equal_definition(name):
+def test_text_decoder_of_a_multimodal_model_equals_definition():
     from scored_families import compare_scores
     from tiny_models import class_named
 
-    assert compare_scores(class_named(f"{name}ForConditionalGeneration")).kind == "equal"
+    assert compare_scores(class_named("Qwen2VLForConditionalGeneration")).kind == "equal"
 
 
 def test_custom_scorers_get_hidden_keys_and_values():
