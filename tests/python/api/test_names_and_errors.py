@@ -1,6 +1,5 @@
 """The attention functions have the same names and defaults, and backends that cannot run raise clear errors."""
 
-import importlib
 import inspect
 
 import pytest

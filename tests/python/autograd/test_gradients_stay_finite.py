@@ -1,5 +1,7 @@
 """Finite inputs have finite gradients, and non-finite inputs follow the chosen mode."""
 
+from itertools import product
+
 import pytest
 import torch
 
@@ -10,6 +12,8 @@ from flash_dmattn import (
     forgetting_attention,
 )
 from flash_dmattn.check.compare import GRADIENT_LIMIT
+from gpu import where_there_is_a_gpu
+from nonfinite_routes import ADDED, ROUTES, Setting
 
 LOW = [torch.bfloat16, torch.float16]
 ALL = [torch.float32, *LOW]
@@ -29,51 +33,54 @@ def assert_finite(*tensors):
         assert tensor.isfinite().all()
 
 
-@pytest.mark.parametrize("dtype", ALL)
+def settings(routes, routes_on_gpu):
+    """Returns the parameters device, dtype and route."""
+    on_gpu = where_there_is_a_gpu(*product(["cuda"], LOW, routes_on_gpu))
+    return pytest.mark.parametrize(
+        "device, dtype, route", [*product(["cpu"], ALL, routes), *on_gpu]
+    )
+
+
+@settings(ROUTES, ROUTES | ADDED)
 @pytest.mark.parametrize("largest", ["all", "q", "v", "dout"])
-@pytest.mark.parametrize("window", [None, 20])
-def test_inputs_at_dtype_limit_give_finite_gradients(dtype, largest, window):
-    q, k, v = leaves(dtype)
-    bias = torch.randn(1, 2, 150, dtype=dtype, requires_grad=True)
-    dout = torch.randn_like(q)
-    edge = torch.finfo(dtype).max
+def test_inputs_at_dtype_limit_give_finite_gradients(device, dtype, route, largest):
+    setting, edge = Setting(route, dtype, device), torch.finfo(dtype).max
+    q, k, v, _ = setting.leaves
     with torch.no_grad():
-        for name, tensor in {"q": q, "k": k, "v": v, "dout": dout}.items():
+        for name, tensor in {"q": q, "k": k, "v": v, "dout": setting.dout}.items():
             if largest in (name, "all"):
                 tensor.copy_(torch.where(torch.rand_like(tensor.float()) < 0.5, edge, -edge))
-    out, lse = flash_dmattn_func(
-        q, k, v, attn_bias=bias, is_causal=True, keep_window_size=window, return_lse=True
-    )
-    out.backward(dout)
-    assert_finite(out, lse, q.grad, k.grad, v.grad, bias.grad)
-    for grad in (q.grad, k.grad, v.grad, bias.grad):
-        assert grad.abs().max().double() <= limit_of(dtype)
+    out, *gradients = setting.gradients()
+    assert_finite(out, *gradients)
+    assert (setting.attend(return_lse=True)[1] < torch.inf).all()
+    for gradient in gradients:
+        assert gradient.abs().max().double() <= limit_of(dtype)
 
 
-@pytest.mark.parametrize("dtype", LOW)
-def test_gradients_saturate_or_overflow(dtype):
-    q, k, v = leaves(dtype, seqlen=64)
-    dout = torch.full_like(q, 0.9 * torch.finfo(dtype).max)
-    out = flash_dmattn_func(q, k, v)
-    dv = torch.autograd.grad(out, v, dout)[0]  # two heads, so weights sum to about 2
+@settings(ROUTES, ROUTES)
+def test_gradients_saturate_or_overflow(device, dtype, route):
+    setting = Setting(route, dtype, device)
+    with torch.no_grad():
+        setting.leaves[0].zero_()  # every key has the same weight
+    setting.dout.fill_(0.9 * torch.finfo(dtype).max)
+    dv = setting.gradients()[3]  # two heads and many queries
     assert_finite(dv)
     assert (dv.double() == limit_of(dtype)).any()
-    out = flash_dmattn_func(q, k, v, nonfinite="propagate")
-    dv = torch.autograd.grad(out, v, dout)[0]
+    dv = setting.gradients(nonfinite="propagate")[3]
     assert (dv == torch.inf).any()
 
 
-@pytest.mark.parametrize("dtype", ALL)
-def test_rows_without_visible_keys_have_no_gradient(dtype):
-    q, k, v = leaves(dtype)
-    bias = torch.full((1, 1, 150, 150), torch.finfo(dtype).min, dtype=dtype)
-    bias[:, :, 20:] = 0
-    bias.requires_grad_()
-    dout = torch.full_like(q, torch.finfo(dtype).max)
-    dout[:, 20:] = 0
-    out = flash_dmattn_func(q, k, v, attn_bias=bias, is_causal=True)
-    for grad in torch.autograd.grad(out, (q, k, v, bias), dout):
-        assert (grad == 0).all()
+@settings(ROUTES, ROUTES)
+def test_rows_without_visible_keys_have_no_gradient(device, dtype, route):
+    setting = Setting(route, dtype, device)
+    with torch.no_grad():
+        setting.leaves[3][..., :20] = torch.finfo(dtype).min  # queries 0 to 19 see nothing
+    setting.dout.zero_()
+    setting.dout[:, :20] = torch.finfo(dtype).max
+    out, *gradients = setting.gradients()
+    assert (out[:, :20] == 0).all()
+    for gradient in gradients:
+        assert (gradient == 0).all()
 
 
 def test_scores_beyond_fp32_saturate():

@@ -1,6 +1,5 @@
 """The CUDA backend works with torch's streams, devices, graphs, torch.compile, autocast and memory."""
 
-import itertools
 import os
 from contextlib import contextmanager
 
@@ -194,22 +193,6 @@ def test_tensors_on_different_devices_are_named():
     options = ([], True, 0, 0.25, 0.0, True, False, "")
     with pytest.raises((ValueError, RuntimeError), match="mask: got cpu, expected the device of q"):
         ops.forward(q, k, v, torch.ones(1, 1, 1, 300).bool(), None, None, *options)
-
-
-@pytest.mark.parametrize("wanted", list(itertools.product([False, True], repeat=4)))
-def test_any_subset_of_inputs_may_require_gradients(wanted):
-    inputs = leaves()
-    dout = torch.randn(inputs[0].shape, dtype=torch.bfloat16, device="cuda")
-    expected = torch.autograd.grad(attend(*inputs, keep_window_size=50), inputs, dout)
-    chosen = [t.detach().clone().requires_grad_(w) for t, w in zip(inputs, wanted, strict=True)]
-    out = attend(*chosen, keep_window_size=50)
-    assert out.requires_grad == any(wanted)
-    if any(wanted):
-        out.backward(dout)
-    for gradient, one, w in zip(expected, chosen, wanted, strict=True):
-        assert (one.grad is not None) == w
-        if w:
-            assert_close([one.grad], [gradient])
 
 
 @pytest.mark.parametrize("name", [*FUNCTIONS, "varlen_per_query"])

@@ -42,9 +42,8 @@ def test_attention_has_a_row_for_each_case_and_side(capsys, tmp_path):
     assert {(row.case.split(" B")[0], row.side) for row in rows} == {
         (kind, side) for kind in (DENSE, PER_QUERY, DENSE_MASKS) for side in ("cpu", "sdpa")
     }
-    assert (
-        len(rows) == 3 * 2 * 2
-    )  # dynamic_mask has the sizes of scaling, documents none on the CPU
+    # dynamic_mask has the sizes of scaling, documents none on the CPU.
+    assert len(rows) == 3 * 2 * 2
     assert all(row.ms["backward"] > 0 and row.other["peak MB"] > 0 for row in rows)
     printed = capsys.readouterr().out
     assert "per_query B1 H8 N96 D64 w16" in printed and "TFLOP/s" in printed
