@@ -18,6 +18,7 @@ from flash_dmattn._core.numerics import Numerics
 from flash_dmattn.keys.rule import SelectionRule
 from flash_dmattn.keys.visible import Visible
 from flash_dmattn.scores import with_zero_sum_gradient
+from gpu import devices
 
 ops = torch.ops.flash_dmattn
 
@@ -32,7 +33,8 @@ def tensors(*, seqlen=33, heads=(4, 2), head_dim=16, dtype=torch.float32, requir
 def gradients(function, inputs):
     leaves = [t.detach().clone().requires_grad_() for t in inputs]
     out = function(*leaves)
-    (out.float() * torch.linspace(-1, 1, out.numel()).view_as(out)).sum().backward()
+    direction = torch.linspace(-1, 1, out.numel(), device=out.device).view_as(out)
+    (out.float() * direction).sum().backward()
     return [out.detach(), *(t.grad for t in leaves)]
 
 
@@ -154,24 +156,23 @@ def test_selection_operators_pass_opcheck():
         torch.library.opcheck(ops.select_key_intervals.default, arguments)
 
 
+@devices
 @pytest.mark.parametrize("dtype, compiled", [(torch.bfloat16, False), (torch.float16, True)])
-def test_autocast_casts_inputs(dtype, compiled):
+def test_autocast_casts_inputs(dtype, compiled, device):
     torch._dynamo.reset()
-    inputs = tensors()
+    inputs = [t.to(device) for t in tensors()]
 
-    def attend(q, k, v, bias):
-        with torch.autocast("cpu", dtype=dtype):
-            out = flash_dmattn_func(q, k, v, attn_bias=bias, is_causal=True, keep_window_size=5)
-        assert out.dtype == dtype
-        return out
+    def attend(*tensors):
+        with torch.autocast(device, dtype=dtype):
+            return per_query(*tensors)
 
     function = torch.compile(attend, fullgraph=True, backend="aot_eager") if compiled else attend
-    out, *grads = gradients(function, inputs)
-    q, k, v, bias = inputs
-    low = [q.to(dtype), k.to(dtype), v.to(dtype)]
-    expected = flash_dmattn_func(*low, attn_bias=bias, is_causal=True, keep_window_size=5)
-    torch.testing.assert_close(out, expected.detach(), rtol=0, atol=0)
-    assert all(grad.dtype == torch.float32 and grad.isfinite().all() for grad in grads)
+    actual = gradients(function, inputs)
+    expected = gradients(lambda *t: per_query(*(x.to(dtype) for x in t[:3]), t[3]), inputs)
+    assert actual[0].dtype == dtype and all(t.dtype == torch.float32 for t in actual[1:])
+    # On a GPU the order of additions varies.
+    tolerance = {"rtol": 2e-2, "atol": 2e-2} if device == "cuda" else {"rtol": 0, "atol": 0}
+    torch.testing.assert_close(actual, expected, **tolerance)
 
 
 @pytest.mark.parametrize("use_reentrant", [False, True])

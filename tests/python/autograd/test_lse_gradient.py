@@ -344,9 +344,8 @@ def test_nonfinite_parts_under_saturation_give_lses_finite_gradients(name, value
 def test_float64_gradient_of_a_sink_under_the_largest_dout_is_exact():
     q, k, v, _ = (t.detach().double() for t in inputs())
     sinks = torch.zeros(2, dtype=torch.float64, requires_grad=True)
-    out = flash_dmattn_func(
-        q, k, 1e-3 * v, is_causal=True, sink_logits=sinks
-    )  # sums stay in double
+    # The factor keeps sums within double.
+    out = flash_dmattn_func(q, k, 1e-3 * v, is_causal=True, sink_logits=sinks)
     signs = torch.ones_like(out)
     signs[:, 1::2] = -1
     (gradient,) = torch.autograd.grad(out, sinks, 1.7e308 * signs, retain_graph=True)

@@ -10,9 +10,8 @@ from flash_dmattn.check.oracle import Problem, Result, attention
 from gpu import on_cpu, on_gpu
 from problem_calls import assert_matches_oracle
 
-pytestmark = pytest.mark.filterwarnings(
-    "ignore::RuntimeWarning"
-)  # numpy, of inf in the interpreter
+# numpy warns of inf in the interpreter.
+pytestmark = pytest.mark.filterwarnings("ignore::RuntimeWarning")
 ON_GPU = torch.cuda.is_available()
 HALF, BFLOAT, FLOAT = torch.float16, torch.bfloat16, torch.float32
 # The interpreter multiplies bf16 wrongly. Uncompiled FlexAttention is torch's own arithmetic, with its backward on GPUs only.

@@ -57,9 +57,8 @@ def test_heads_with_different_numbers_of_keys_match_oracle_and_repeat(
     assert all(torch.equal(getattr(first, x), getattr(second, x)) for x in ("dq", "dk", "dv", "dbias"))  # fmt: skip
 
 
-@pytest.mark.parametrize(
-    "batch", [1, 16]
-)  # blocks repeat their only tile, or a second kernel repeats the call
+# Blocks repeat their only tile, or a second kernel repeats the call.
+@pytest.mark.parametrize("batch", [1, 16])
 @pytest.mark.parametrize("options", [{}, {"keep_window_size": 160}])
 @pytest.mark.parametrize("head_dim", [64, 96, 128, 192, 256])
 @pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float16])

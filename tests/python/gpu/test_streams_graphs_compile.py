@@ -1,4 +1,4 @@
-"""The CUDA backend works with torch's streams, devices, graphs, torch.compile, autocast and memory."""
+"""The CUDA backend works with torch's streams, devices, graphs, torch.compile and memory."""
 
 import os
 from contextlib import contextmanager
@@ -237,23 +237,6 @@ def test_operators_pass_opcheck(bound):
     torch.library.opcheck(
         ops.select_key_intervals.default, (bias.detach(), None, [50], "per_query", True, 300)
     )
-
-
-@pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float16])
-def test_autocast_casts_inputs(dtype):
-    inputs = leaves(dtype=torch.float32)
-
-    def under_autocast(*t):
-        with torch.autocast("cuda", dtype):
-            return FUNCTIONS["per_query"](*t)
-
-    actual = gradients(under_autocast, inputs)
-    assert actual[0].dtype == dtype and all(t.dtype == torch.float32 for t in actual[1:])
-    q, k, v, bias = inputs
-    expected = gradients(
-        lambda q, k, v, b: FUNCTIONS["per_query"](q.to(dtype), k.to(dtype), v.to(dtype), b), inputs
-    )
-    assert_close(actual, expected)
 
 
 def test_check_mode_names_the_element(check_mode):

@@ -157,9 +157,8 @@ def test_family_generates_tokens_of_the_definition(family):
     model = make_scored(family)
     slides = len(model.config.learned_scores["layers"]) < model.config.num_hidden_layers
     names = ("dynamic", "static", "slots") if slides else ("static", "slots")
-    if (
-        IS_TRANSFORMERS_4 and family == "DeepseekV3"
-    ):  # its StaticCache takes only values of the keys' size
+    # Its StaticCache takes only values of the keys' size.
+    if IS_TRANSFORMERS_4 and family == "DeepseekV3":
         names = ("dynamic", "slots")
     for name in names:
         assert_writes_by_definition(model, generate(model, past_key_values=CACHES[name](model)))
