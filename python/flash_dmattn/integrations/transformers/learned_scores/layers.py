@@ -247,7 +247,7 @@ class ScoreCall:
         used = KeyScores(rule, scores, bias, delay, self.first_query)
         is_static = self.first_query is not None
         is_prompt = self.state is not None and (
-            isinstance(self.first_query, int) if is_static else queries == keys
+            self.state.is_empty if is_static else queries == keys
         )
         if scoring.dense_prefill and is_prompt:
             return attend_to_visible(*states, visible_elements(mask, query, key), used, options)
