@@ -194,7 +194,8 @@ def as_key_intervals(
     compact = mask.dim() == 4 and mask.dtype == torch.int32 and mask.shape[3] == 2
     if (
         not compact
-        or key_length not in (None, mask.shape[2])
+        # Dynamo takes `not in` as true for a symbolic length that equals a constant.
+        or (key_length is not None and key_length != mask.shape[2])
         or _is_two_by_two_mask(mask, query_length)
     ):
         return None
