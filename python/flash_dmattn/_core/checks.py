@@ -160,7 +160,9 @@ def projection_arguments(
     def converted(tensor: Tensor, name: str, shape: tuple[int | None, ...]) -> Tensor:
         check_tensor(tensor, name)
         sizes = zip(shape, tensor.shape, strict=False)
-        if tensor.dim() != len(shape) or any(size not in (None, own) for size, own in sizes):
+        if tensor.dim() != len(shape) or any(
+            size is not None and size != own for size, own in sizes
+        ):
             expected = ", ".join("H" if size is None else str(size) for size in shape)
             raise ValueError(f"{name}: got shape {tuple(tensor.shape)}, expected [{expected}]")
         check_floating(tensor.dtype, name)
