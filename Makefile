@@ -91,7 +91,7 @@ test: $(filter-out $(DONE),$(STEPS)) ## everything a change has to pass
 .PHONY: plan
 plan:
 	@echo "make test: format, documents, C++, Python, Python with AVX2, transformers 4.57, C++ under sanitizers, the layout of Hugging Face's kernels, CUDA kernels."
-	@echo "The Python tests take 14 core-minutes, the C++ tests 2, sanitizers and compilers the rest. It ends at the first failure."
+	@echo "The Python tests take 12 core-minutes, the C++ tests 2, sanitizers and compilers the rest. It ends at the first failure."
 
 # pip installs these for the steps after the first.
 .PHONY: packages
