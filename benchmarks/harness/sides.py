@@ -48,12 +48,12 @@ class Declined(Exception):
 
 def is_reason(side: str, error: Exception) -> bool:
     """Whether an exception is a reason not to measure a side, rather than an error of our program: Declined, too little memory, a
-    refusal by our library, or any exception of a rival."""
+    work that our backend does not support, or any exception of a rival."""
     if side.removesuffix("_compiled") in ("eager", "formula", "cuequivariance", *RIVALS):
         return True
     if isinstance(error, (Declined, MemoryError, torch.OutOfMemoryError, NotImplementedError)):
         return True
-    texts = (": got ", "expected one that supports", "can't allocate memory")
+    texts = ("expected one that supports", "can't allocate memory")
     return any(text in str(error) for text in texts)
 
 

@@ -6,11 +6,12 @@ draws the picture of README, which is in the repository. Text stays text, so tha
 
 from __future__ import annotations
 
+import dataclasses
 import io
-import json
 import posixpath
 import random
 import re
+import sys
 from collections.abc import Callable
 from functools import partial
 from pathlib import Path
@@ -20,13 +21,15 @@ import matplotlib
 matplotlib.use("Agg")
 import matplotlib.pyplot as plt  # noqa: E402
 
+ROOT = Path(__file__).parents[2]
+sys.path.append(str(ROOT / "benchmarks"))
+from harness.case import Case  # noqa: E402
+from harness.record import Row, read  # noqa: E402
+
 plt.rcParams |= {"svg.fonttype": "none", "svg.hashsalt": "flash_dmattn"}
 
-ROOT = Path(__file__).parents[2]
 RECORDS = ROOT / "benchmarks" / "records"
 _MARKER = re.compile(r"<!-- picture ([\w-]+): (.*?) -->")
-_SIZES = re.compile(r"(.*) B\d+ H\d+(?: Hkv\d+)? N(\d+) D\d+(?:/\d+)?(?: w(\d+))?")
-_LETTERS = {"seqlen": "N", "window": "w"}
 _AXES = {"seqlen": "sequence length N", "window": "window w"}
 _VALUES = {"seconds": "seconds, forward + backward", "memory": "GB beyond q, k, v and bias"}
 # {side: (label, colour)}
@@ -45,23 +48,21 @@ def sweep(record: str, along: str, kind: str = "per_query", fixed: int | None = 
     fixed: the window (or the length) of the cases.
     """
     groups: dict[tuple, dict] = {}
-    for row in json.loads((RECORDS / f"{record}.json").read_text())["rows"]:
-        match = _SIZES.fullmatch(row["case"])
-        if not match or match[1] != kind:
+    for row in read(RECORDS / f"{record}.json").rows:
+        case = Case.parse(row.case)
+        if not case or case.kind != kind:
             continue
-        sizes = {"seqlen": int(match[2]), "window": int(match[3] or 0)}
-        size, other = sizes.pop(along), next(iter(sizes.values()))
-        if fixed is None or fixed == other:
-            name = re.sub(rf" {_LETTERS[along]}\d+", "", row["case"])
-            points = groups.setdefault((name, other), {})
-            points.setdefault((row["side"], row["dtype"]), {})[size] = row
+        other = case.window if along == "seqlen" else case.seqlen
+        if fixed is None or fixed == (other or 0):
+            points = groups.setdefault(dataclasses.replace(case, **{along: 0}), {})
+            points.setdefault((row.side, row.dtype), {})[getattr(case, along)] = row
     return max(groups.values(), key=sizes_of, default={})
 
 
 def newest(subject: str) -> str:
     """Returns the newest record of a subject that has several lengths."""
     paths = [path for path in RECORDS.glob(f"*/{subject}.json")]
-    dates = {str(path.relative_to(RECORDS).with_suffix("")): json.loads(path.read_text())["date"] for path in paths}  # fmt: skip
+    dates = {str(path.relative_to(RECORDS).with_suffix("")): read(path).date for path in paths}
     kind = "evicted" if subject == "evicted" else "per_query"
     return max(dates, key=lambda name: (sizes_of(sweep(name, "seqlen", kind)) > 1, dates[name]))
 
@@ -73,10 +74,10 @@ def sizes_of(rows: dict) -> int:
 def draw_sweep(axes: plt.Axes, rows: dict, along: str, value: str) -> None:
     """Draws a line for each side and dtype on logarithmic axes."""
 
-    def number(row: dict) -> float:
+    def number(row: Row) -> float:
         if value == "memory":
-            return row["other"]["peak MB"] / 1e3
-        return (row["ms"]["forward"] + row["ms"]["backward"]) / 1e3
+            return row.other["peak MB"] / 1e3
+        return (row.ms["forward"] + row.ms["backward"]) / 1e3
 
     for (side, dtype), points in rows.items():
         label, colour = _SIDES[side]
@@ -87,8 +88,9 @@ def draw_sweep(axes: plt.Axes, rows: dict, along: str, value: str) -> None:
     axes.set_xticks(ticks, [f"{n // 1024}k" if n % 1024 == 0 else str(n) for n in ticks])
     axes.xaxis.minorticks_off()
     axes.set(xlabel=_AXES[along], ylabel=_VALUES[value])
-    one = next(iter(next(iter(rows.values())).values()))
-    title = re.sub(f" {_LETTERS[along]}\\d+", "", one["case"].partition(" ")[2])
+    one = Case.parse(next(iter(next(iter(rows.values())).values())).case)
+    sizes = str(one).removeprefix(one.kind).split()
+    title = " ".join(size for size in sizes if size[0] != {"seqlen": "N", "window": "w"}[along])
     axes.set_title(title, fontsize=9)
     axes.grid(alpha=0.3)
 

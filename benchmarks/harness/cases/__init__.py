@@ -20,7 +20,6 @@ MODULES = {
         ("training_step", "scored_step"),
         ("ours", "eager", "ours_compiled", "eager_compiled", "soft", "hard", "cudnn", "fa2", "sdpa"),
     ),
-    "serving": (("serving",), ("ours",)),
     "budgets": (("budgets",), ("divided", "uniform", "sdpa_compiled")),
     "triangle": (("triangle",), ("ours", "cuequivariance", "flex", "formula")),
     "context_parallel": (("context_parallel",), ("one GPU", "direct", "two_hops")),

@@ -19,7 +19,7 @@ from harness.case import (
     Case,
     useful_tflops,
 )
-from harness.cases import attention, decode, host, serving
+from harness.cases import attention, decode, host
 from harness.clock import Rounds, peak_mb
 from harness.record import Failure, Record, Row
 from processes import run_in_processes
@@ -72,7 +72,6 @@ def test_two_records_are_compared_by_their_rows(capsys, tmp_path):
     [
         (["host"], {"ours", "sdpa"}),
         (["decode"], {"ours", "rows", "sdpa"}),
-        (["serving"], {"ours"}),
         (["token"], {"ours", "eager"}),
         (["training_step", "scored_step"], {"ours", "sdpa", "soft", "hard"}),
     ],
@@ -80,8 +79,6 @@ def test_two_records_are_compared_by_their_rows(capsys, tmp_path):
 def test_other_cases_have_rows_of_their_sides(names, sides_of_rows, tmp_path, monkeypatch):
     monkeypatch.setattr(host, "_ROUNDS", Rounds(1, is_least=True))
     monkeypatch.setattr(decode, "cache_bytes", lambda device: 1 << 16)
-    monkeypatch.setattr(serving, "_ROUNDS", Rounds(1))
-    monkeypatch.setattr(serving, "STEPS", {"3 decode": ([1] * 3, 0), "a prompt": ([40, 1], 1)})
     if names[0] in ("token", "training_step"):
         pytest.importorskip("transformers.models.doge")
         from harness.cases import token, training_step
