@@ -108,7 +108,7 @@ def measure_rows(names: list[str], options: argparse.Namespace) -> Iterator[Row 
 
 def _keys_of(case: DecodeCase, options: argparse.Namespace) -> list[int]:
     chosen = options.window if case.slots else options.length
-    return [case.keys] if case.windows or not chosen else chosen
+    return [case.keys] if case.windows or not chosen else [n for n in chosen if n > case.recent]
 
 
 def cache_bytes(device: str) -> int:
