@@ -31,11 +31,11 @@ def rate(text: str) -> float:
 
 
 def device(text: str) -> str:
-    """Parses a device that torch can use, or auto."""
+    """Parses a device that torch can use."""
     import torch
 
     try:
-        torch.empty(0, device="cpu" if text == "auto" else text)
+        torch.empty(0, device=text)
     except (AssertionError, RuntimeError) as error:
         reason = str(error).splitlines()[0]
         raise argparse.ArgumentTypeError(f"got {text}: {reason}") from None

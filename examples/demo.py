@@ -168,8 +168,6 @@ def run(options: argparse.Namespace) -> None:
     logging.set_verbosity_error()
     torch.manual_seed(options.seed)
     device = options.device
-    if device == "auto":
-        device = "cuda" if is_available("cuda") else "cpu"
     model = make_model(options.context, options.window).to(device)
     print(f"{corpus.files} files of Python's library; every query keeps {options.window} of {options.context} bytes, on {device}")  # fmt: skip
     before = held_out_bits(model, corpus, options.context)
@@ -199,7 +197,7 @@ def main(arguments: list[str] | None = None) -> None:
     add("--seconds", type=between(1), default=150, help="training ends after this time")
     add("--context", type=between(2, 32768), default=2048, help="bytes per sequence")
     add("--window", type=between(1, 32768), default=256, help="keys that a query keeps")
-    add("--device", type=device, default="auto", help="a device of torch; auto: the GPU if there is one (in bfloat16)")  # fmt: skip
+    add("--device", type=device, default="cuda" if is_available("cuda") else "cpu", help="of torch")
     add("--output", type=new_folder, default="demo-output", help="folder for text and picture")
     add("--seed", type=between(0), default=0, help="of initial weights, batches and generated text")
     options = parser.parse_args(arguments)

@@ -44,9 +44,13 @@ from .tasks import NAMES, Sample, Tasks, recall
 from .texts import BASES, load_base, read_texts
 
 SINKS = 4
-SETTINGS = {
-    "cpu": {"length": 1024, "trained_length": 512, "keep": [8], "steps": 80, "seconds": 330, "rate": 2e-2, "base_rate": 0, "batch": 1, "samples": 5, "seeds": [0], "tasks": NAMES[:2]},
-    "cuda": {"length": 4096, "trained_length": 4096, "keep": [4, 8, 16], "steps": 900, "seconds": 600, "rate": 1e-2, "base_rate": 3e-4, "batch": 4, "samples": 100, "seeds": [0, 1, 2], "tasks": NAMES},
+SETTINGS = {  # on a CPU, on a GPU; the type; a list takes several
+    "length": (1024, 4096, between(256), "tokens of a text"), "trained_length": (512, 4096, between(256), "tokens of a text in training"),
+    "keep": ([8], [4, 8, 16], between(2), "8: an eighth of the keys"), "seeds": ([0], [0, 1, 2], between(0), "of trainings"),
+    "steps": (80, 900, between(1), "of a training for one budget"), "seconds": (330, 600, between(1), "a training ends after this time"),
+    "rate": (2e-2, 1e-2, rate, "of the scores' training"), "base_rate": (0, 3e-4, rate, "of the base model's training; 0: it is frozen"),
+    "batch": (1, 4, between(1), "texts of a step"), "samples": (5, 100, between(1), "texts of each task, and texts whose loss is measured"),
+    "tasks": ([*NAMES[:2]], [*NAMES], str, "what is asked about the texts"),
 }  # fmt: skip
 PRESSES = ("KeyDiffPress", "ExpectedAttentionPress", "SnapKVPress", "TOVAPress")
 TOGETHER = 25  # samples that are read in one batch
@@ -231,14 +235,11 @@ def measure_trained(evaluation: Evaluation, teacher: nn.Module, streams: list[li
 
 def write_text(model: nn.Module, tasks: Tasks) -> str:
     """Returns a question about a fact in a long text, and what the model writes after it with the small cache."""
-    sample = tasks.make_sample("one needle", 0)
+    sample, cache = tasks.make_sample("one needle", 0), DynamicMaskCache(model.config)
     ids = torch.tensor([sample.text + sample.questions[0]], device=model.device)
-    written = model.generate(
-        ids, attention_mask=torch.ones_like(ids), past_key_values=DynamicMaskCache(model.config),
-        max_new_tokens=40, do_sample=False, pad_token_id=0,
-    )  # fmt: skip
-    asked, new = map(tasks.tokenizer.decode, (ids[0, -60:], written[0, ids.shape[1] :]))
-    return f"...{asked} >>>{new}"
+    [written] = model.generate(ids, past_key_values=cache, max_new_tokens=40, do_sample=False, pad_token_id=0)  # fmt: skip
+    n = ids.shape[1]
+    return " >>>".join(map(tasks.tokenizer.decode, (written[n - 60 : n], written[n:])))
 
 
 def run(options: argparse.Namespace) -> None:
@@ -268,29 +269,19 @@ def run(options: argparse.Namespace) -> None:
 
 def main(arguments: list[str] | None = None) -> None:
     parser = argparse.ArgumentParser(prog="retrofit", description=__doc__.splitlines()[0])
-    add, count = parser.add_argument, between(1)
+    add = parser.add_argument
     add("--base", default="smollm2", help=f"{', '.join(BASES)}, or what from_pretrained loads")
     add("--texts", type=Path, help="a folder of texts (default: Python's reference and library)")
-    add("--device", type=device, default="auto", help="of torch; auto: the GPU if there is one")
-    add("--length", type=between(256), help="tokens of a text")
-    add("--trained-length", type=between(256), help="tokens of a text in training")
-    add("--keep", type=between(2), nargs="+", metavar="PART", help="8: an eighth of the keys")
-    add("--steps", type=count, help="of a training for one budget")
-    add("--seconds", type=count, help="it ends after this time")
-    add("--batch", type=count, help="texts of a step")
-    add("--rate", type=rate, help="learning rate of the scores")
-    add("--base-rate", type=rate, help="learning rate of the base model; 0: it is frozen")
-    add("--samples", type=count, help="texts of each task, and texts whose loss is measured")
-    add("--tasks", nargs="+", choices=NAMES, metavar="TASK", help=f"of {', '.join(NAMES)}")
-    add("--seeds", type=between(0), nargs="+", metavar="SEED", help="of trainings")
+    add("--device", type=device, default="cuda" if is_available("cuda") else "cpu", help="of torch")
     add("--presses", action="store_true", help="measure methods of kvpress, which is installed")
     add("--output", type=new_folder, default="build/retrofit", help="folder for results")
+    for name, (cpu, gpu, kind, what) in SETTINGS.items():
+        several, of = "+" if type(gpu) is list else None, NAMES if kind is str else None
+        add(f"--{name.replace('_', '-')}", type=kind, nargs=several, choices=of, help=f"{what} ({gpu}, {cpu} on a CPU)")  # fmt: skip
     options = parser.parse_args(arguments)
-    options.device = {"auto": "cuda" if is_available("cuda") else "cpu"}.get(options.device, options.device)  # fmt: skip
-    settings = SETTINGS["cpu" if options.device == "cpu" else "cuda"]
-    for name in settings:
+    for name, (cpu, gpu, *_) in SETTINGS.items():
         if getattr(options, name) is None:
-            setattr(options, name, settings[name])
+            setattr(options, name, cpu if options.device == "cpu" else gpu)
     run(options)
 
 
