@@ -94,7 +94,7 @@ def test_training_step_equals_the_equations(options, kind):
 
 @pytest.mark.parametrize("kind", ["none", "left"])
 @pytest.mark.parametrize(
-    "lengths", [[1] * S, [17, *[1] * 23], [17, 1, 5, 1, 16], [3, 37], [S]], ids=str
+    "lengths", [[1] * S, [17, *[1] * 23], [17, 1, 0, 5, 1, 16], [3, 37], [S]], ids=str
 )
 @torch.no_grad()
 def test_layer_with_a_cache_equals_one_call(lengths, kind):
@@ -173,11 +173,12 @@ def test_optimizer_steps_with_scores_at_the_end_of_float32_stay_finite():
         assert all(t.isfinite().all() for s in optimizer.state.values() for t in s.values())
 
 
+@pytest.mark.parametrize("autocast", [True, False], ids=["layer", "only cache"])
 @torch.no_grad()
-def test_16_bit_layer_matches_float32():
+def test_16_bit_layer_matches_float32(autocast):
     layer, hidden = make_layer(), torch.randn(B, S, HIDDEN)
     expected = layer(hidden)
-    with torch.autocast("cpu", torch.bfloat16):
+    with torch.autocast("cpu", torch.bfloat16, enabled=autocast):
         cache = layer.make_cache(B, dtype=torch.bfloat16)
         steps = torch.cat([layer(part, cache=cache) for part in hidden.split([30, 1, 9], 1)], 1)
         whole = layer(hidden)

@@ -58,6 +58,14 @@ def saved_and_loaded(value, **options):
     return torch.load(io.BytesIO(file.getvalue()), **options)
 
 
+def test_loaded_state_has_the_dtype_of_the_cache_and_may_be_empty():
+    wide, half = (KVSlots(B, HKV, WINDOW, D, dtype=t) for t in (torch.float32, torch.bfloat16))
+    for is_empty in (True, False):
+        half.load_state_dict(wide.state_dict())
+        assert half.is_empty == is_empty and torch.equal(half.k, wide.k.bfloat16())
+        wide.fill(**tokens(9))
+
+
 @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16], ids=str)
 @pytest.mark.parametrize(
     "copied",

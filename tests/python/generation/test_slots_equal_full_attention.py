@@ -115,20 +115,32 @@ def test_ragged_padded_full_cache_equals_single_rows():
     torch.testing.assert_close(out, stream.out[rows, last], atol=2e-5, rtol=0)
 
 
+@pytest.mark.parametrize("dtype", [torch.float32, torch.float64])
 @pytest.mark.parametrize("queries", [1, 3])
 @pytest.mark.parametrize("length", [2, 3, 20, 25])
-def test_full_cache_equals_left_padding_of_zero(length, queries):
-    """A left padding of 0 tokens makes the call use intervals, which give the same result."""
-    caches = [torch.randn(2, 25, 2, 8), torch.randn(2, 25, 2, 8), torch.randn(2, 2, 25)]
+def test_full_cache_equals_left_padding_of_zero(length, queries, dtype):
+    """A left padding of 0 tokens makes the call use intervals, which give the same result. Scores are always float32."""
+    caches = [*torch.randn(2, 2, 25, 2, 8, dtype=dtype), torch.randn(2, 2, 25)]
     for cache, tokens in zip(caches, (1, 1, 2), strict=True):
         cache.narrow(tokens, length, 25 - length).fill_(torch.nan)
-    q, lengths = torch.randn(2, queries, 4, 8), torch.full((2,), length, dtype=torch.int32)
+    q = torch.randn(2, queries, 4, 8, dtype=dtype)
+    lengths = torch.full((2,), length, dtype=torch.int32)
     out, expected = (
         flash_dmattn_with_kvcache(q, *caches, cache_seqlens=lengths, cache_leftpad=leftpad)
         for leftpad in (None, torch.zeros(2, dtype=torch.int32))
     )
     assert out.isfinite().all()
     torch.testing.assert_close(out, expected, atol=2e-6, rtol=0)
+
+
+def test_new_tokens_in_the_memory_of_the_cache_are_written_correctly():
+    """Their source and destination overlap."""
+    caches = k, v, scores = torch.randn(2, 9, 2, 8), torch.randn(2, 9, 2, 8), torch.randn(2, 2, 9)
+    new = k[:, :2], v[:, :2], scores[..., :2]
+    expected, ones = [t.clone() for t in new], torch.ones(2, dtype=torch.int32)
+    q = torch.randn(2, 2, 4, 8)
+    flash_dmattn_with_kvcache(q, *caches, *new[:2], scores=new[2], cache_seqlens=ones)
+    assert all(map(torch.equal, (k[:, 1:3], v[:, 1:3], scores[..., 1:3]), expected))
 
 
 NONFINITE = [("cpu", torch.float32, (9, 4, 8)), *where_there_is_a_gpu(*(

@@ -136,27 +136,6 @@ def test_case_too_large_for_memory_prints_a_line(capsys):
     assert isinstance(failure, Failure) and "its inputs, output and gradients take" in str(failure)
 
 
-@pytest.mark.parametrize(
-    "arguments, message",
-    [
-        (["run", "--case", "nonsense"], "argument --case: invalid choice: 'nonsense'"),
-        (["run", "--length", "0"], "argument --length: invalid positive value: '0'"),
-    ],
-)
-def test_bad_option_is_named(arguments, message, capsys):
-    with pytest.raises(SystemExit):
-        bench.main(arguments)
-    assert message in capsys.readouterr().err
-
-
-@pytest.mark.parametrize("row", ['{"case": "a", "speed": 1}', '{"ms": {"forward": "1"}}', ""])
-def test_file_that_is_no_record_is_named(row, tmp_path):
-    file = tmp_path / "file.json"
-    file.write_text(f'{{"rows": [{row}]}}')
-    with pytest.raises(ValueError, match=str(file)):
-        record.read(file)
-
-
 def test_documents_hold_the_tables_of_the_records():
     for document, written in tables.tables_of_documents().items():
         assert tables.with_tables(document, written) == document.read_text(), document
