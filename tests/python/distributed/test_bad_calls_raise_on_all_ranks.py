@@ -1,6 +1,7 @@
 """A bad call of context parallelism raises on all ranks before anything is exchanged: an argument of a rank is
 wrong, or ranks differ."""
 
+from functools import partial
 from types import SimpleNamespace
 
 import pytest
@@ -16,7 +17,9 @@ from flash_dmattn.distributed import (
     context_parallel_dmattn,
     linear_with_headroom,
 )
+from flash_dmattn.distributed._exchange.arguments import AttendOptions, ExchangeCall
 from flash_dmattn.distributed._exchange.collectives import Collectives
+from flash_dmattn.keys.rule import SelectionRule
 from ranks_as_threads import run_in_threads
 
 N, RANKS = 8, 2
@@ -31,13 +34,13 @@ def tensors(batch=1, n=N, heads=4, heads_kv=2, dims=(16, 16), dtype=torch.float3
     return {"query": query, "key": key, "value": value, "scores": torch.zeros(batch, heads_kv, n)}
 
 
-Q, K, _, S = tensors().values()
+INPUTS = tensors()
+Q, K, _, S = INPUTS.values()
 
 
 def call(cp, **changes):
-    return context_parallel_dmattn(
-        group=cp.collectives, **tensors() | {"keep_window_size": 4} | changes
-    )
+    arguments = INPUTS | {"keep_window_size": 4} | changes
+    return context_parallel_dmattn(group=cp.collectives, **arguments)
 
 
 def begin(cp, **changes):
@@ -62,50 +65,25 @@ def run_ranks(rank_call):
 
 # ---- Ranks differ ------------------------------------------------------------------------------------
 
-BATCH = {"labels": TOKENS, "position_ids": TOKENS, "attention_mask": torch.ones(1, N).int()}
 # (call, what the last rank changes, the name in the error, what all ranks change)
 DIFFERENT = [
-    ("attention", tensors(batch=2), "batch"),
-    ("attention", tensors(n=N - 1), "lengths"),
-    ("attention", tensors(heads_kv=1), "heads"),
-    ("attention", tensors(dims=(15, 16)), "head_dim"),
     ("attention", tensors(dims=(16, 8)), "value_dim"),
-    ("attention", tensors(dtype=torch.bfloat16), "dtype"),
-    ("attention", tensors(heads=2), "query_heads"),
-    ("attention", {"scores": S.clone().requires_grad_()}, "requires_grad"),
     ("attention", {"scores": S.bfloat16()}, "scores"),
-    ("attention", {"attn_bias": S[:, :1]}, "attn_bias", {"attn_bias": S}),
-    ("attention", {"attn_bias": None}, "attn_bias"),
-    ("attention", {"keep_window_size": 5}, "keep_window_size"),
-    ("attention", {"recent_competes": True}, "recent_competes", {"recent_window": 3}),
-    ("attention", {"keep_window_size": 2**70}, "keep_window_size"),
+    ("attention", {"scores": S.clone().requires_grad_()}, "requires_grad"),
     # -1 and -2 have the same hash in Python.
     ("attention", {"score_threshold": -1.0}, "score_threshold", {"score_threshold": -2.0}),
-    ("attention", {"exchange": "two_hops"}, "exchange"),
-    ("attention", {"nonfinite": "propagate"}, "saturate"),
-    ("attention", {"cu_seqlens": [0, 9, RANKS * N]}, "documents"),
-    ("attention", {"scale": 0.5}, "scale"),
-    ("attention", {"softcap": 2.0}, "softcap"),
-    ("attention", {"deterministic": True}, "deterministic"),
-    ("attention", {"sink_logits": torch.zeros(4)}, "sink_logits"),
-    ("attention", {"bias_delay": 3}, "bias_delay"),
-    ("attention", {"zero_sum": True}, "zero_sum"),
-    ("attention", {"backend": "cpu"}, "backend"),
     ("attend", {"softcap": 2.0}, "softcap"),
-    ("attend", {"query": tensors(heads=2)["query"]}, "query_heads"),
-    ("gather", {"local": torch.zeros(1, N - 1)}, "shape"),
     ("gather", {"local": TOKENS}, "dtype"),
     ("roll", {"shifts": 2}, "shifts"),
     ("roll", {"local": PIECE.clone().requires_grad_()}, "requires_grad"),
     ("mean", {"total": torch.zeros(2), "count": torch.ones(2)}, "shape"),
-    ("shard", {"input_ids": TOKENS.flip(1)}, "input_ids", BATCH),
-    ("shard", {"labels": TOKENS + 1}, "labels", BATCH),
-    ("shard", {"position_ids": TOKENS + 1}, "position_ids", BATCH),
-    ("shard", {"attention_mask": (TOKENS > 2).int()}, "attention_mask", BATCH),
-    ("shard", {"attention_mask": torch.full((1, N), 256)}, "attention_mask", {"attention_mask": torch.zeros(1, N).long()}),
-    ("shard", {"multiple": 4}, "multiple", BATCH),
-    ("shard", {"pad_token_id": 7}, "pad_token_id", BATCH),
-]  # fmt: skip
+    (
+        "shard",
+        {"attention_mask": 0 * TOKENS + 256},
+        "attention_mask",
+        {"attention_mask": 0 * TOKENS},
+    ),
+]
 
 
 def all_ranks_disagree(words, rank_call):
@@ -123,6 +101,45 @@ def test_another_argument_of_one_rank_raises_on_all(row):
         rf"\b{name}=",
         lambda cp: CALLS[function](cp, **of_all | (changes if cp.rank == RANKS - 1 else {})),
     )
+
+
+# Another value of every argument that ranks have to share.
+OTHERS = {
+    "attention": tensors(2, 9, 6, 3, dims=(8, 4), dtype=torch.bfloat16) | {
+        "key": torch.zeros(2, 9, 3, 8).bfloat16().requires_grad_(), "attn_bias": torch.zeros(2, 3, 9), "keep_window_size": 5,
+        "recent_window": 3, "recent_competes": True, "sink_tokens": 1, "score_threshold": -1.0, "cu_seqlens": [0, 9, 18],
+        "lengths": [9, 9], "exchange": "two_hops", "nonfinite": "propagate", "scale": 0.5, "softcap": 2.0, "deterministic": True,
+        "sink_logits": torch.zeros(6), "bias_delay": 3, "zero_sum": True, "backend": "cpu",
+    },
+    "shard": {
+        "input_ids": TOKENS.flip(1), "labels": TOKENS, "position_ids": TOKENS, "attention_mask": TOKENS > 2, "cu_seqlens": [0, N],
+        "multiple": 4, "pad_token_id": 7,
+    },
+}  # fmt: skip
+# What ranks compare of other arguments of attention.
+DERIVED = (
+    "batch heads head_dim value_dim dtype query_heads requires_grad documents saturate".split()
+)
+# Arguments of attention that may differ, that have a single value, or that become documents.
+NOT_COMPARED = "key_mask headroom check stream return_lse is_causal selection position_ids".split()
+
+
+@pytest.mark.parametrize("function", OTHERS)
+def test_all_arguments_that_ranks_share_are_compared(function):
+    def compared(cp, **changes):
+        seen = []
+        cp.collectives._compare = lambda call, error, arguments: seen.append(arguments())
+        CALLS[function](cp, **changes)
+        return seen[0]
+
+    usual, other = (run_ranks(partial(compared, **c))[0] for c in ({}, OTHERS[function]))
+    changed = {name for name in usual if repr(usual[name]) != repr(other[name])}
+    expected = {*OTHERS[function]}
+    if function == "attention":
+        fields = {*ExchangeCall._fields, *SelectionRule._fields, *AttendOptions._fields} - {"rule"}
+        assert fields - expected == {*NOT_COMPARED}
+        expected = expected - {"query", "key", "value", "cu_seqlens", "nonfinite"} | {*DERIVED}
+    assert changed == expected
 
 
 def test_numbers_beyond_64_bits_are_accepted():
@@ -227,6 +244,7 @@ def test_wrong_argument_of_one_rank_raises_on_all(row):
     run_ranks(raised)
 
 
+UNDER_VMAP = "got a call under a transform of torch.func"
 # Nothing is exchanged, or has been already.
 WRONG_ON_ALL_RANKS = [
     (lambda cp: cp.gather(TOKENS, 99), ValueError, "length: got 99, expected at most 16, the tokens of all pieces"),
@@ -236,6 +254,17 @@ WRONG_ON_ALL_RANKS = [
     (lambda cp: boundary_state(begin(cp, attn_bias=S + 1)), ValueError, "exchanged: got another bias than the scores"),
     (lambda cp: boundary_places(cp.collectives, "x", 2), TypeError, "tokens: got 'x', expected an integer"),
     (lambda cp: boundary_places("cp", N, 2), TypeError, "group: got str"),
+    (lambda cp: torch.vmap(lambda x: call(cp, query=x))(Q[None]), RuntimeError, f"query: {UNDER_VMAP}"),
+    (lambda cp: torch.vmap(lambda x: call(cp, key=x))(K[None]), RuntimeError, f"key: {UNDER_VMAP}"),
+    (lambda cp: torch.vmap(lambda x: x + call(cp).sum())(torch.ones(2)), RuntimeError, f"flash_dmattn: {UNDER_VMAP}"),
+    (lambda cp: torch.func.grad(lambda x: call(cp, query=x).sum())(Q), RuntimeError, "query: got a tensor of torch.func.grad"),
+    (lambda cp: torch.func.grad(lambda x: call(cp, key=x).sum())(K), RuntimeError, "key: got a tensor of torch.func.grad"),
+    (lambda cp: torch.func.jvp(lambda x: call(cp, key=x), (K,), (K,)), RuntimeError, "key: got a tensor with a tangent"),
+    (lambda cp: torch.vmap(lambda x: cp.mean(x.sum(), 1))(PIECE[None]), RuntimeError, f"total: {UNDER_VMAP}"),
+    (lambda cp: torch.vmap(lambda x: cp.roll(x, 1))(PIECE[None]), RuntimeError, f"local: {UNDER_VMAP}"),
+    (lambda cp: torch.vmap(cp.gather)(PIECE[None]), RuntimeError, f"local: {UNDER_VMAP}"),
+    (lambda cp: torch.vmap(lambda x: linear_with_headroom(x, torch.ones(1, 1), 2))(PIECE[None, ..., None]), RuntimeError,
+     f"hidden: {UNDER_VMAP}"),
 ]  # fmt: skip
 
 
@@ -253,53 +282,8 @@ def test_query_under_autocast_is_checked_as_attention_takes_it(monkeypatch):
     dtypes = []
     monkeypatch.setattr(module, "check_device", lambda query, backend: dtypes.append(query.dtype))
     with torch.autocast("cpu", torch.bfloat16):
-        module.AttendOptions().check(Q, K.bfloat16(), N, None)
+        AttendOptions().check(Q, K.bfloat16(), N, None)
     assert dtypes == [torch.bfloat16]
-
-
-# ---- Transforms of torch.func ------------------------------------------------------------------------
-
-TRANSFORMED = {
-    "vmap of query": (lambda f, q, k: torch.vmap(lambda x: f(query=x))(q[None]), "query: got a call under a transform of torch.func"),
-    "vmap of key": (lambda f, q, k: torch.vmap(lambda x: f(key=x))(k[None]), "key: got a call under a transform of torch.func"),
-    "vmap of another tensor": (
-        lambda f, q, k: torch.vmap(lambda x: x + f(query=q, key=k).sum())(torch.ones(2)), "flash_dmattn: got a call under a transform",
-    ),
-    "grad of query": (lambda f, q, k: torch.func.grad(lambda x: f(query=x).sum())(q), "query: got a tensor of torch.func.grad"),
-    "grad of key": (lambda f, q, k: torch.func.grad(lambda x: f(key=x).sum())(k), "key: got a tensor of torch.func.grad"),
-    "jvp of key": (lambda f, q, k: torch.func.jvp(lambda x: f(key=x), (k,), (k,)), "key: got a tensor with a tangent"),
-}  # fmt: skip
-
-
-@pytest.mark.parametrize("name", TRANSFORMED)
-def test_context_parallelism_under_a_transform_of_torch_func_raises_naming_the_tensor(name):
-    transform, words = TRANSFORMED[name]
-    ordinary = tensors()  # under a transform torch makes others
-
-    def refused(cp):
-        with pytest.raises(RuntimeError, match=f"^{words}"):
-            transform(lambda **changes: call(cp, **ordinary | changes), Q, K)
-
-    run_ranks(refused)
-
-
-HELPERS = {
-    "mean": (lambda cp, x: cp.mean(x.sum(), 1), "total"),
-    "roll": (lambda cp, x: cp.roll(x, 1), "local"),
-    "gather": (lambda cp, x: cp.gather(x), "local"),
-    "projection": (lambda cp, x: linear_with_headroom(x[..., None], torch.ones(1, 1), 2), "hidden"),
-}
-
-
-@pytest.mark.parametrize("name", HELPERS)
-def test_context_parallel_helper_under_vmap_raises_naming_the_tensor(name):
-    function, words = HELPERS[name]
-
-    def refused(cp):
-        with pytest.raises(RuntimeError, match=f"^{words}: got a call under a transform"):
-            torch.vmap(lambda x: function(cp, x))(torch.randn(2, 1, N))
-
-    run_ranks(refused)
 
 
 @pytest.mark.parametrize("attn_bias", ["scores", None])
