@@ -23,8 +23,14 @@ SUITES = {
     "sanitizer": "small C++ tests under memcheck, racecheck, synccheck and initcheck",
     "python": "Python tests of the CUDA backend",
 }
-# Those with tests on a GPU. The others import what a machine with a GPU need not have.
-FOLDERS = [f"tests/python/{folder}" for folder in ("gpu", "api", "autograd", "generation")]
+# Folders and files with tests on a GPU. The others import what a machine with a GPU need not have.
+TESTS = [
+    *(f"tests/python/{folder}" for folder in ("gpu", "api", "autograd", "generation")),
+    *(
+        f"tests/python/integrations/{file}.py"
+        for file in ("test_doge_in_16_bits", "test_generation")
+    ),
+]
 
 
 def main() -> int:
@@ -138,7 +144,7 @@ def run_python(jobs: str) -> tuple[int, int, int]:
         "FLASH_DMATTN_LIBRARY": str(library),
         "OMP_NUM_THREADS": str(max(1, (os.cpu_count() or 1) // int(jobs))),  # torch takes all in each
     }
-    command = [sys.executable, "-m", "pytest", "-v", "-m", "gpu", *FOLDERS, "--junitxml", report]
+    command = [sys.executable, "-m", "pytest", "-v", "-m", "gpu", *TESTS, "--junitxml", report]
     if importlib.util.find_spec("xdist"):
         command += ["--numprocesses", jobs]
     subprocess.run(command, cwd=ROOT, env=environment)

@@ -1,9 +1,10 @@
-"""A view of some rows of a pool works on the CPU, with the backend's kernels and with the reference."""
+"""A view of some rows of a pool works with the kernels of each backend and with the reference."""
 
 import pytest
 import torch
 
 from flash_dmattn import DynamicMaskAttention, KVSlots
+from gpu import where_there_is_a_gpu
 from pool_rows import (
     CHECKS,
     DIM,
@@ -26,10 +27,16 @@ CPU = Place()
         Place("cpu"),
         Place("cpu", dtype=torch.bfloat16, value_dim=5),
         Place("reference", value_dim=3),
+        *where_there_is_a_gpu(
+            (Place("cuda", "cuda", torch.bfloat16),), (Place("cuda", "cuda", torch.float16, 8),)
+        ),
     ],
-    ids=["cpu", "cpu-bf16", "reference"],
+    ids=str,
 )
-@pytest.mark.parametrize("rule", RULES, ids=["window", "rule", "large"])
+# The last rule has enough slots for several blocks of a cluster to share.
+@pytest.mark.parametrize(
+    "rule", [*RULES, *where_there_is_a_gpu({"keep_window_size": 5000})], ids=str
+)
 @pytest.mark.parametrize("check", [*CHECKS, check_drafts_of_rows], ids=lambda check: check.__name__)
 def test_rows_behave_like_separate_caches(place, rule, check):
     check(place, rule)

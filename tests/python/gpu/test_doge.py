@@ -12,7 +12,6 @@ pytest.importorskip("transformers")
 
 from transformers.models.doge.modeling_doge import DogeRMSNorm  # noqa: E402
 
-import doge_gradients  # noqa: E402
 from demo import make_model, precision_of  # noqa: E402
 from flash_dmattn.integrations.transformers.doge import FlashDogeRMSNorm  # noqa: E402
 
@@ -39,7 +38,7 @@ def loss_and_gradients(model, implementation, ids, mask=None):
 
 
 @pytest.mark.parametrize("padding", [None, "left", "right"])
-def test_loss_and_gradients_equal_eager(padding):
+def test_loss_and_gradients_under_autocast_are_near_eager(padding):
     model, ids = make_doge(700), torch.randint(256, (2, 700), device="cuda")
     mask = None
     if padding:
@@ -64,19 +63,6 @@ def test_greedy_generation_with_a_cache_equals_eager():
         with precision_of(ids.device):
             texts.append(model.eval().generate(ids, max_new_tokens=20, do_sample=False))
     assert (texts[0] == texts[1]).float().mean() > 0.9  # a tie may fall the other way in bfloat16
-
-
-@pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float16])
-def test_16_bit_gradients_are_nearer_to_float32_than_eager(dtype):
-    distances = doge_gradients.median_distances(dtype, "cuda")
-    doge_gradients.assert_the_choice_is_that_of_float32(distances)
-
-
-@pytest.mark.parametrize("autocast", [False, True])
-def test_gradient_of_A_without_selection_is_near_float32(autocast):
-    options = {"autocast": autocast, "window": doge_gradients.LENGTH}
-    distances = doge_gradients.median_distances(torch.bfloat16, "cuda", **options)
-    doge_gradients.assert_the_error_of_delta_does_not_add_up(distances)
 
 
 def results_of(function, states, weight):

@@ -4,15 +4,10 @@ import pytest
 import torch
 from transformers.models.doge.modeling_doge import DogeAttention
 
-from doge_gradients import (
-    LENGTH,
-    assert_the_choice_is_that_of_float32,
-    assert_the_error_of_delta_does_not_add_up,
-    make_doge,
-    median_distances,
-)
+from doge_gradients import LENGTH, SCORED, make_doge, median_distances
 from flash_dmattn.integrations.transformers import doge as integration
 from flash_dmattn.integrations.transformers import enable_flash_dmattn
+from gpu import devices
 
 
 @pytest.fixture
@@ -36,16 +31,28 @@ def in_precision(model, precision):
     return model.to(getattr(torch, precision)), torch.autocast("cpu", enabled=False)
 
 
-# One seed is enough, because the distances are at most half of what the tests allow.
+# On the CPU one seed is enough, because the distances are at most half of what the tests allow.
+SEEDS = {"cpu": 1, "cuda": 5}
+
+
+@devices
 @pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float16])
-def test_16_bit_gradients_are_nearer_to_float32_than_eager(dtype):
-    assert_the_choice_is_that_of_float32(median_distances(dtype, seeds=1))
+def test_16_bit_gradients_are_nearer_to_float32_than_eager(dtype, device):
+    distances = median_distances(dtype, device, seeds=SEEDS[device])
+    for kind, ours in distances["ours"].items():
+        eager = distances["eager"][kind]
+        assert ours <= (0.5 if kind in SCORED else 1.0) * eager, (kind, ours, eager)
 
 
+@devices
 @pytest.mark.parametrize("autocast", [False, True])
-def test_gradient_of_A_without_selection_is_near_float32(autocast):
-    distances = median_distances(torch.bfloat16, autocast=autocast, window=LENGTH, seeds=1)
-    assert_the_error_of_delta_does_not_add_up(distances, most=1)
+def test_gradient_of_A_without_selection_is_near_float32(autocast, device):
+    """On a CPU the ratio of our error to that of eager attention is 0.2 to 0.5; it would be 1.5 to 5 if the error of delta added
+    up."""
+    options = {"autocast": autocast, "window": LENGTH, "seeds": SEEDS[device]}
+    distances = median_distances(torch.bfloat16, device, **options)
+    ours, eager = (distances[side]["A"] for side in ("ours", "eager"))
+    assert ours <= (2 if device == "cuda" else 1) * eager, (ours, eager)
 
 
 @pytest.mark.parametrize("precision", ["bfloat16", "float16", "autocast"])

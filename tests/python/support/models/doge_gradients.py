@@ -37,11 +37,11 @@ def make_doge(seed: int, window: int = WINDOW) -> tuple[DogeForCausalLM, torch.T
 
 def median_distances(
     dtype: torch.dtype,
-    device: str = "cpu",
+    device: str,
     *,
     autocast: bool = False,
     window: int = WINDOW,
-    seeds: int = 5,
+    seeds: int,
 ) -> dict[str, dict[str, float]]:
     """Returns, for "eager" and "ours", the relative error of each kind of parameter's gradient in the worst layer.
 
@@ -63,21 +63,6 @@ def median_distances(
         side: {kind: statistics.median(distances) for kind, distances in kinds.items()}
         for side, kinds in samples.items()
     }
-
-
-def assert_the_choice_is_that_of_float32(distances: dict[str, dict[str, float]]) -> None:
-    for kind, ours in distances["ours"].items():
-        eager = distances["eager"][kind]
-        assert ours <= (0.5 if kind in SCORED else 1.0) * eager, (kind, ours, eager)
-
-
-def assert_the_error_of_delta_does_not_add_up(
-    distances: dict[str, dict[str, float]], most: float = 2
-) -> None:
-    """Compares models without selection. most: the largest allowed ratio of our error of A to that of eager attention. On a CPU
-    the ratio is 0.2 to 0.5; it would be 1.5 to 5 if the error added up."""
-    ours, eager = (distances[side]["A"] for side in ("ours", "eager"))
-    assert ours <= most * eager, (ours, eager)
 
 
 def _backward(model: DogeForCausalLM, ids: torch.Tensor) -> None:
