@@ -68,6 +68,16 @@ def uncompiled_flex(monkeypatch):
 
 
 @pytest.fixture
+def compiled_on_gpu(request):
+    """Compiles FlexAttention only on a GPU, because on the CPU torch takes a quarter of a minute. Uncompiled code calls the same
+    functions for scores and masks, but does not read lists of blocks."""
+    import torch
+
+    if not torch.cuda.is_available():
+        request.getfixturevalue("uncompiled_flex")
+
+
+@pytest.fixture
 def check_mode(monkeypatch):
     """Turns the check on, as FLASH_DMATTN_CHECK_FINITE=1 does, which a process reads only once."""
     from flash_dmattn._core import finite

@@ -6,7 +6,13 @@ import pytest
 import torch
 
 from biases_that_mask import FORMS, check_bias_that_masks
-from flash_dmattn import flash_dmattn_func, flash_dmattn_varlen_func, sliding_window
+from flash_dmattn import (
+    flash_dmattn_func,
+    flash_dmattn_varlen_func,
+    flex_dmattn_func,
+    sliding_window,
+    triton_dmattn_func,
+)
 from flash_dmattn.integrations.modeling_flash_dynamic_mask_attention_utils import (
     _flash_dynamic_mask_attention_forward,
 )
@@ -49,6 +55,27 @@ CALLS = [
 @pytest.mark.parametrize("device, dtype, bias_dtype, lengths", CALLS)
 def test_bias_of_any_dtype_matches_oracle(device, dtype, bias_dtype, lengths, form):
     check_bias_that_masks(flash_dmattn_func, form, dtype, bias_dtype, device, lengths)
+
+
+@pytest.mark.parametrize(
+    "function, dtype, bias_dtype, form",
+    [
+        (triton_dmattn_func, torch.float16, torch.float32, "keys"),
+        (triton_dmattn_func, torch.float32, torch.float16, "elements"),
+        (triton_dmattn_func, torch.float16, torch.float16, "chosen keys"),
+        (triton_dmattn_func, torch.float32, torch.float16, "keys beside scores"),
+        (triton_dmattn_func, torch.float16, torch.float32, "elements beside scores"),
+        (flex_dmattn_func, torch.float16, torch.float32, "keys"),
+        (flex_dmattn_func, torch.float16, torch.float16, "elements"),
+        (flex_dmattn_func, torch.bfloat16, torch.float16, "chosen keys"),
+        (flex_dmattn_func, torch.float16, torch.float32, "elements beside scores"),
+    ],
+)
+@pytest.mark.filterwarnings("ignore::RuntimeWarning")  # of numpy, in Triton's interpreter
+def test_bias_masks_by_the_rule_of_its_dtype(function, dtype, bias_dtype, form, compiled_on_gpu):
+    device = "cuda" if torch.cuda.is_available() else "cpu"
+    has_backward = function is triton_dmattn_func or device == "cuda"
+    check_bias_that_masks(function, form, dtype, bias_dtype, device, has_backward=has_backward)
 
 
 @pytest.mark.parametrize("bias_dtype, value, visible", VALUES)

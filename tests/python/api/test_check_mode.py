@@ -1,9 +1,10 @@
 """With FLASH_DMATTN_CHECK_FINITE=1, every call names the first element of its inputs, results and gradients that is inf or NaN.
 
-test_triton_poisoned_memory.py and test_flex.py test their backends.
+test_flex.py tests its backend.
 """
 
 import re
+from itertools import product
 
 import pytest
 import torch
@@ -48,15 +49,21 @@ def tensors(form, wrong="", index=(), value=0.0):
 
 
 def attend(form, named, **options):
+    if options.get("backend") == "triton" and torch.cuda.is_available():
+        named = {name: tensor.cuda() for name, tensor in named.items()}
     leaves = [named[name].requires_grad_() for name in ("q", "k", "v", "bias")]
     options |= FORMS[form][1] | {"return_lse": True}
     results = flash_dmattn_func(*leaves[:3], attn_bias=leaves[3], **options)
     return torch.autograd.grad(results, leaves, (named["dout"], named["dlse"]))
 
 
-@pytest.mark.parametrize("nonfinite", ["saturate", "propagate"])
-@pytest.mark.parametrize("backend", ["cpu", "reference"])
-@pytest.mark.parametrize("form", FORMS)
+@pytest.mark.parametrize(
+    "form, backend, nonfinite",
+    [
+        *product(FORMS, ["cpu", "reference"], ["saturate", "propagate"]),
+        ("dense", "triton", "saturate"),
+    ],
+)
 def test_nonfinite_value_is_named(form, backend, nonfinite, check_mode):
     options = {"backend": backend, "nonfinite": nonfinite}
     with OperatorsCalled() as called:

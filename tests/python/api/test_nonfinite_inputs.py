@@ -5,7 +5,13 @@ import itertools
 import pytest
 import torch
 
-from flash_dmattn import KeyIntervals, flash_dmattn_func_auto, sliding_window, triton_dmattn_func
+from flash_dmattn import (
+    KeyIntervals,
+    flash_dmattn_func_auto,
+    flex_dmattn_func,
+    sliding_window,
+    triton_dmattn_func,
+)
 from flash_dmattn.flash_dmattn_interface import flash_dmattn_func
 from nonfinite_table import ROWS, assert_row
 
@@ -20,6 +26,10 @@ BACKENDS = {
 # table has all group sizes.
 HEADS = {"cpu": (4, 2), "reference": (4, 2), "triton": (2, 1)}
 backends = pytest.mark.parametrize("backend", BACKENDS)
+
+
+def device_of(backend):
+    return "cuda" if backend in ("triton", "flex") and torch.cuda.is_available() else "cpu"
 
 
 def make_inputs(dtype, query_heads, key_heads):
@@ -136,8 +146,8 @@ def test_saturated_nonfinite_inputs_match_rule(row, backend):
     call, heads = attend(backend), HEADS[backend]
     if backend == "triton":  # interpreted, it is slow, and multiplies bf16 wrongly
         assert_row(call, row, torch.float32, heads=heads, backward="dout" in ROWS[row])
-        if "v" in ROWS[row]:  # the limit is the dtype's
-            assert_row(call, row, torch.float16, heads=heads, backward=False)
+        if ROWS[row].keys() & {"v", "dout"}:  # the limit is the dtype's
+            assert_row(call, row, torch.float16, heads=heads, backward="dout" in ROWS[row])
         return
     for dtype in (torch.float32, torch.float16, torch.bfloat16):
         assert_row(call, row, dtype)
@@ -178,9 +188,30 @@ def test_visible_element_of_zero_probability_propagates(gap, dtype, backend):
         assert dk[:, 2].all() and dv[:, 2].all() and not dk[:, :2].any()
 
 
-def test_nonfinite_key_outside_all_intervals_changes_nothing():
-    q, k, v = (torch.randn(1, 4, 1, 8) for _ in range(3))
-    k[:, 2], v[:, 2] = torch.nan, torch.inf
-    nobody = KeyIntervals(torch.tensor([[[[0, 4], [0, 4], [0, 0], [0, 4]]]], dtype=torch.int32), 4)
-    for function in BACKENDS.values():
-        assert function(q, k, v, key_intervals=nobody, nonfinite="propagate").isfinite().all()
+@pytest.mark.parametrize(
+    "backend, nonfinite",
+    [*itertools.product(BACKENDS, ["saturate", "propagate"]), ("flex", "saturate")],
+)
+@pytest.mark.parametrize("hidden_by", ["mask", "intervals"])
+def test_hidden_keys_of_any_value_change_nothing(hidden_by, backend, nonfinite, compiled_on_gpu):
+    """The hidden keys act as uninitialised padding."""
+    inputs = make_inputs(torch.float32, *HEADS.get(backend, (4, 2)))
+    *leaves, bias, dout = (inputs[name].to(device_of(backend)) for name in inputs)
+    intervals = torch.tensor([0, SQ], dtype=torch.int32).repeat(1, 1, SQ, 1)
+    intervals[:, :, 5:9] = 0
+    shown = {"key_intervals": KeyIntervals(intervals.to(dout.device), SQ)}
+    if hidden_by == "mask":
+        shown = {"attn_mask": intervals[0, :, :, 1].to(dout.device) > 0}
+    if nonfinite != "saturate":
+        shown["nonfinite"] = nonfinite
+    results = []
+    for values in ((0, 0), (torch.inf, torch.nan)):
+        for tensor in leaves[1:]:
+            tensor[:, 5:7], tensor[:, 7:9] = values
+        has_backward = backend != "flex" or dout.is_cuda
+        q, k, v = (t.clone().requires_grad_(has_backward) for t in leaves)
+        out = (BACKENDS | {"flex": flex_dmattn_func})[backend](q, k, v, attn_bias=bias, **shown)
+        gradients = torch.autograd.grad(out, (q, k, v), dout) if has_backward else ()
+        results.append([out.detach(), *gradients])
+    assert all(t.isfinite().all() for t in results[1])
+    torch.testing.assert_close(*results, rtol=1e-4, atol=1e-5)

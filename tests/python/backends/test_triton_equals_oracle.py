@@ -3,7 +3,6 @@
 import pytest
 import torch
 
-from biases_that_mask import check_bias_that_masks
 from flash_dmattn._core import ops as _ops
 from flash_dmattn.check.cases import CASES, Case, make_case, run, shrink_case
 from flash_dmattn.check.oracle import Problem, Result
@@ -67,22 +66,6 @@ def test_dv_is_finite_for_every_seed(seed):
     for gradient in (result.dq, result.dk, result.dv):
         assert gradient.isfinite().all()
     assert_matches_oracle(result, case.problem)
-
-
-# Keys are selected by scores before the kernels run, whatever the backend.
-@pytest.mark.parametrize(
-    "dtype, bias_dtype, form",
-    [
-        (torch.float16, torch.float32, "keys"),
-        (torch.float32, torch.float16, "elements"),
-        (torch.float16, torch.float16, "chosen keys"),
-        (torch.float32, torch.float16, "keys beside scores"),
-        (torch.float16, torch.float32, "elements beside scores"),
-    ],
-)
-def test_bias_masks_by_the_rule_of_its_dtype(dtype, bias_dtype, form):
-    device = "cuda" if ON_GPU else "cpu"
-    check_bias_that_masks(triton_dmattn_func, form, dtype, bias_dtype, device)
 
 
 @pytest.mark.parametrize("dtype", DTYPES)
