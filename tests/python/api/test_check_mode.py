@@ -1,7 +1,4 @@
-"""With FLASH_DMATTN_CHECK_FINITE=1, every call names the first element of its inputs, results and gradients that is inf or NaN.
-
-test_flex.py tests its backend.
-"""
+"""With FLASH_DMATTN_CHECK_FINITE=1, every call names the first element of its inputs, results and gradients that is inf or NaN."""
 
 import re
 from itertools import product

@@ -13,6 +13,7 @@ from flash_dmattn import (
     triton_dmattn_func,
 )
 from flash_dmattn.flash_dmattn_interface import flash_dmattn_func
+from gpu import where_there_is_a_gpu
 from nonfinite_table import ROWS, assert_row
 
 SQ, D = 41, 16
@@ -29,7 +30,7 @@ backends = pytest.mark.parametrize("backend", BACKENDS)
 
 
 def device_of(backend):
-    return "cuda" if backend in ("triton", "flex") and torch.cuda.is_available() else "cpu"
+    return "cuda" if backend in ("triton", "flex", "cuda") and torch.cuda.is_available() else "cpu"
 
 
 def make_inputs(dtype, query_heads, key_heads):
@@ -134,25 +135,37 @@ def test_nan_with_all_bits_set_propagates(length, name):
 
 def attend(backend):
     def out_and_lse(q, k, v, bias):
-        return BACKENDS[backend](q, k, v, attn_bias=bias, return_lse=True)
+        return flash_dmattn_func(q, k, v, attn_bias=bias, return_lse=True, backend=backend)
 
     return out_and_lse
 
 
-@backends
+# (dtype, (length, head dim)) of calls; 41 queries count as few.
+LOW, ALL = [torch.float16, torch.bfloat16], [torch.float32, torch.float16, torch.bfloat16]
+CALLS = {
+    "cpu": [*itertools.product(ALL, [(41, 16), (100, 16)])],
+    "reference": [*itertools.product(ALL, [(41, 16)])],
+    "triton": [(torch.float32, (41, 64)), (torch.float32, (200, 64))],
+    "cuda": [*itertools.product(LOW, [(41, 64), (200, 64), (200, 128), (200, 256)])],
+}
+
+
+@pytest.mark.parametrize(
+    "backend", ["cpu", "reference", *(where_there_is_a_gpu("triton", "cuda") or ["triton"])]
+)
 @pytest.mark.parametrize("row", ROWS)
 def test_saturated_nonfinite_inputs_match_rule(row, backend):
     """The table of docs/numerics.md."""
-    call, heads = attend(backend), HEADS[backend]
-    if backend == "triton":  # interpreted, it is slow, and multiplies bf16 wrongly
+    call, device = attend(backend), device_of(backend)
+    if backend == "triton" and device == "cpu":
+        # Interpreted, it is slow, and multiplies bf16 wrongly.
+        heads = HEADS[backend]
         assert_row(call, row, torch.float32, heads=heads, backward="dout" in ROWS[row])
         if ROWS[row].keys() & {"v", "dout"}:  # the limit is the dtype's
             assert_row(call, row, torch.float16, heads=heads, backward="dout" in ROWS[row])
         return
-    for dtype in (torch.float32, torch.float16, torch.bfloat16):
-        assert_row(call, row, dtype)
-        if backend == "cpu":  # more than few queries
-            assert_row(call, row, dtype, length=100)
+    for dtype, (length, head_dim) in CALLS[backend]:
+        assert_row(call, row, dtype, length=length, head_dim=head_dim, device=device)
 
 
 @pytest.mark.parametrize(

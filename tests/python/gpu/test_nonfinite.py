@@ -1,13 +1,14 @@
 """Non-finite numbers saturate and propagate correctly on every route of the GPU."""
 
+from pathlib import Path
+
 import pytest
 import torch
 
-from flash_dmattn import flash_dmattn_func, is_available
+from flash_dmattn import flash_dmattn_func
 from flash_dmattn.kernels import kernel_names
 from gpu import assert_passes_in_the_older_family
 from nonfinite_routes import LENGTH, ROUTES, Setting
-from nonfinite_table import ROWS, assert_row
 
 DTYPES = [torch.bfloat16, torch.float16]
 routes = pytest.mark.parametrize("route", ROUTES)
@@ -27,37 +28,12 @@ def test_nonfinite_output_gradients_count_as_zero(route, dtype, value):
         assert wanted.isfinite().all() and torch.equal(got, wanted)
 
 
-def out_and_lse(backend):
-    def attend(q, k, v, bias):
-        options = {"backend": backend, "return_lse": True}
-        return flash_dmattn_func(q, k, v, attn_bias=bias, **options)
-
-    return attend
-
-
-@dtypes
-@pytest.mark.parametrize("row", ROWS)
-@pytest.mark.parametrize("length, head_dim", [(41, 64), (LENGTH, 64), (LENGTH, 128), (LENGTH, 256)])
-def test_saturated_nonfinite_inputs_match_rule(length, head_dim, row, dtype):
-    """The results follow the table of docs/numerics.md. 41 queries count as few."""
-    options = {"length": length, "head_dim": head_dim, "device": "cuda"}
-    assert_row(out_and_lse("cuda"), row, dtype, **options)
-
-
 def test_older_family_gives_same_nonfinite_results():
     families = {name.split()[0] for name in kernel_names("cuda")}
     if families == {"sm80"}:
         return  # this process
-    names = "test_saturated_nonfinite_inputs_match_rule"
-    assert_passes_in_the_older_family(__file__, names)
-
-
-@pytest.mark.skipif(not is_available("triton"), reason="float32 on a GPU takes Triton")
-@pytest.mark.parametrize("row", ROWS)
-@pytest.mark.parametrize("length", [41, LENGTH])
-def test_saturated_nonfinite_inputs_match_rule_in_float32(length, row):
-    options = {"length": length, "head_dim": 64, "device": "cuda"}
-    assert_row(out_and_lse("triton"), row, torch.float32, **options)
+    file = Path(__file__).parents[1] / "api" / "test_nonfinite_inputs.py"
+    assert_passes_in_the_older_family(str(file), "test_saturated_nonfinite and cuda")
 
 
 BAD_INPUTS = [(n, v) for n in ("q", "k", "v") for v in (torch.inf, -torch.inf, torch.nan)]
