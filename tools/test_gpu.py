@@ -142,7 +142,9 @@ def run_python(jobs: str) -> tuple[int, int, int]:
     environment = os.environ | {
         "PYTHONPATH": str(ROOT / "python"),
         "FLASH_DMATTN_LIBRARY": str(library),
-        "OMP_NUM_THREADS": str(max(1, (os.cpu_count() or 1) // int(jobs))),  # torch takes all in each
+        "OMP_NUM_THREADS": str(
+            max(1, (os.cpu_count() or 1) // int(jobs))
+        ),  # torch takes all in each
     }
     command = [sys.executable, "-m", "pytest", "-v", "-m", "gpu", *TESTS, "--junitxml", report]
     if importlib.util.find_spec("xdist"):
