@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import math
 from collections.abc import Callable, Sequence
 
 import torch
@@ -16,7 +17,7 @@ from ._core.checks import (
     check_tensor,
     resolve_flag,
 )
-from ._core.kv_checks import check_mask
+from ._core.kv_checks import check_like, check_mask
 from .budgets import (
     BYTES_OF_SLOT,
     KeyBudgets,
@@ -33,6 +34,7 @@ from .keys.rule import RuleParts, SelectionRule, takes_rule
 from .scores import bias_to_learn, make_scores, with_zero_sum_gradient
 
 SCORE_INPUTS = ("hidden", "value")
+_EXTRA_STATE = "_extra_state"  # torch's name for what is neither a parameter nor a buffer
 
 
 class DynamicMaskAttention(nn.Module):
@@ -62,6 +64,9 @@ class DynamicMaskAttention(nn.Module):
         rope: (query [B, S, heads_q, D], key [B, S, heads_kv, D], positions int64 [B or 1, S]) -> (query, key): a rotary
             embedding, or whatever else happens to queries and keys.
         device, dtype: device and dtype of the parameters.
+
+    Under a `ScoreBudget`, `state_dict()` contains the layer's rule too, as `_extra_state`, float64 [5 + heads_kv]. A layer
+    that loads it follows this rule, and its scores only choose keys. A state without it leaves the rule as it is.
     """
 
     @takes_rule
@@ -124,6 +129,18 @@ class DynamicMaskAttention(nn.Module):
     def keep_window_size(self) -> int | tuple[int, ...]:
         """Returns the window of all key heads, or of each."""
         return self.rule.keep_window_size
+
+    def _save_to_state_dict(self, destination: dict, prefix: str, keep_vars: bool) -> None:
+        super()._save_to_state_dict(destination, prefix, keep_vars)
+        if not self.scores_are_bias:
+            destination[prefix + _EXTRA_STATE] = _numbers_of_rule(self.rule, self.heads_kv)
+
+    def _load_from_state_dict(self, state_dict: dict, prefix: str, *others) -> None:
+        numbers = state_dict.pop(prefix + _EXTRA_STATE, None)  # not every state has it
+        if numbers is not None:
+            self.rule = _rule_of_numbers(numbers, self.heads_kv)
+            self.scores_are_bias = False
+        super()._load_from_state_dict(state_dict, prefix, *others)
 
     def extra_repr(self) -> str:
         sizes = {"heads_q": self.heads_q, "heads_kv": self.heads_kv, "head_dim": self.head_dim}
@@ -227,6 +244,10 @@ class DynamicMaskAttention(nn.Module):
             check_mask(key_mask, tuple(hidden.shape[:2]), hidden.device)
         if cache is None:
             return
+        if self.soft_scores is not None:
+            raise ValueError(
+                "phase: got 'soft' with a cache, expected 'hard': in the phase 'soft' a query sees all earlier keys"
+            )
         if not isinstance(cache, KVSlots):
             raise TypeError(f"cache: got {type(cache).__name__}, expected KVSlots (make_cache)")
         got = (cache.batch, cache.heads_kv, cache.keep_window_size, cache.head_dim)
@@ -268,7 +289,7 @@ class ScoreBudget:
     In the phase "soft" queries see all keys, and the log gates of old keys (those that `recent_window` tokens follow) are added
     to their attention scores; with a temperature the gates are sampled while gradients are on. In the phase "hard", which
     layers begin with, the rule decides. Scores then choose keys and change nothing else, in a cache too, and learn by the
-    gradient of a bias of old keys.
+    gradient of a bias of old keys. `remove` ends the budget; layers stay in the phase "hard" with their rules.
 
     model: its layers have `score="gate"`, or a function that returns log gates, 0 or less.
     """
@@ -290,9 +311,18 @@ class ScoreBudget:
                     f"model: got layers with (recent_window, sink_tokens) {parts} and "
                     f"{(first.recent_window, first.sink_tokens)}, expected the same in all"
                 )
+            if (form := getattr(layer.scores, "form", "gate")) != "gate":
+                raise ValueError(
+                    f"model: got a layer with score={form!r}, expected 'gate', or a function that returns log gates"
+                )
         for layer in self.layers:
             layer.scores_are_bias = False
-        model.register_forward_pre_hook(self._begin_forward)
+        self._hook = model.register_forward_pre_hook(self._begin_forward)
+
+    def remove(self) -> None:
+        """Removes the budget's hook from the model. Its layers stay in the phase "hard", with the rules that they have."""
+        self.set_phase("hard")
+        self._hook.remove()
 
     def set_phase(self, phase: str, temperature: float | None = None) -> None:
         """Chooses the phase of all layers, "soft" or "hard". temperature: of sampled gates, see `budgets.stochastic_gates`."""
@@ -355,6 +385,25 @@ class ScoreBudget:
         for layer in self.layers:
             if layer.soft_scores is not None:
                 layer.soft_scores.open()
+
+
+def _numbers_of_rule(rule: SelectionRule, heads: int) -> Tensor:
+    """Returns the rule of a cache as numbers, float64 [5 + heads]."""
+    windows = (rule.windows() * heads)[:heads]
+    threshold = math.nan if rule.score_threshold is None else rule.score_threshold
+    numbers = [isinstance(rule.keep_window_size, tuple), *rule[2:5], threshold, *windows]
+    return torch.tensor(numbers, dtype=torch.float64, device="cpu")
+
+
+def _rule_of_numbers(numbers: Tensor, heads: int) -> SelectionRule:
+    check_tensor(numbers, _EXTRA_STATE)
+    check_like(numbers, _EXTRA_STATE, (5 + heads,), torch.float64, numbers.device)
+    are_own, recent_window, competes, sink_tokens, threshold, *windows = numbers.tolist()
+    windows = tuple(map(int, windows))
+    return SelectionRule(
+        windows if are_own else windows[0], "per_query", int(recent_window), bool(competes), int(sink_tokens),
+        None if math.isnan(threshold) else threshold,
+    ).checked_cache_rule()  # fmt: skip
 
 
 def _checked_rotation(rotated: object, query: Tensor, key: Tensor) -> tuple[Tensor, Tensor]:

@@ -2,8 +2,11 @@
 
 import copy
 
+import pytest
 import torch
 import torch.nn.functional as F
+from torch.distributed import checkpoint
+from torch.distributed.checkpoint.state_dict import get_model_state_dict, set_model_state_dict
 
 from dense_in_double import dense_in_double
 from flash_dmattn import DynamicMaskAttention, ScoreBudget
@@ -91,6 +94,36 @@ def test_training_closes_gates_to_the_target_and_copies_have_no_graph():
     assert excess < 0.05
     model(hidden)
     copy.deepcopy(model)
+
+
+@pytest.mark.parametrize("follows", [True, False])
+@pytest.mark.parametrize("strict", [True, False])
+def test_saved_layers_keep_the_rule_of_their_budget(tmp_path, follows, strict):
+    model, other, hidden = make_model(), make_model(), hidden_of()
+    old_state, budget = model.state_dict(), ScoreBudget(model)
+    if follows:
+        budget.follow(budget.divide(list(hidden_of(6).split(1)), mean_keys=15))
+    torch.save(model.state_dict(), tmp_path / "state")
+    other.load_state_dict(torch.load(tmp_path / "state", weights_only=True), strict=strict)
+    for loaded in (other, copy.deepcopy(other)):
+        assert [layer.rule for layer in loaded] == [layer.rule for layer in model]
+        assert torch.equal(loaded(hidden), model(hidden))
+    other.load_state_dict(old_state, strict=strict)  # of a model without a budget
+    assert torch.equal(other(hidden), model(hidden))
+    budget.remove()
+    assert not model._forward_pre_hooks
+
+
+def test_distributed_checkpoints_keep_the_rule_of_a_budget(tmp_path):
+    model, other, hidden = make_model(), make_model(), hidden_of()
+    budget = ScoreBudget(model)
+    budget.follow(budget.divide(list(hidden_of(6).split(1)), mean_keys=15))
+    ScoreBudget(other)  # a checkpoint is read into the entries that the model has
+    checkpoint.save(get_model_state_dict(model), checkpoint_id=tmp_path)
+    state = get_model_state_dict(other)
+    checkpoint.load(state, checkpoint_id=tmp_path)
+    set_model_state_dict(other, state)
+    assert torch.equal(other(hidden), model(hidden))
 
 
 def test_hard_phase_teaches_scores_by_the_gradient_of_old_keys():
