@@ -114,7 +114,7 @@ def create_mask(
     """
     _check_shape(attention_bias, "attention_bias", batch_size, query_len, key_len)
     if min_dtype is None:
-        min_dtype = MASK_VALUE[attention_bias.dtype]
+        min_dtype = MASK_VALUE.get(attention_bias.dtype)
     if attention_mask is not None and attention_mask.dim() == 2:
         attention_mask = _padding_mask(attention_mask, batch_size, query_len, key_len)
         attention_mask = attention_mask[:, None, :]

@@ -284,6 +284,7 @@ def step_in_soft_phase(tokens):
         (ValueError, "block_size: got 0", lambda: topk_mask(BIAS, None, 4, None, 0)),
         (ValueError, "attention_mask: got shape (2, 7)", lambda: create_mask(BIAS, MASK[:, :7], 2, 5, 9, 4, None)),
         (TypeError, "attention_mask: got torch.float32", lambda: topk_mask(BIAS, BIAS[:, :1], 4, None)),
+        (TypeError, "attention_bias: got torch.int64, expected a floating dtype", lambda: create_mask(BIAS.long(), None, 2, 5, 9, 4, None)),
         (ValueError, "attention_bias: got shape", lambda: create_mask(BIAS, None, 2, 5, 10, 4, None)),
         (TypeError, "attention_bias: got torch.int64", lambda: topk_mask(BIAS.long(), None, 4, None)),
         # Delayed biases, sinks and merged results.

@@ -82,10 +82,12 @@ def test_additive_mask_with_other_values_is_added():
         assert_same((*states, added), attend(*states, distance, added), expected)
 
 
-@pytest.mark.parametrize("shape", [(1, 1, 2, 2), (2, HQ, 2, 2), (2, 1, 5, 2)])
-def test_integer_mask_over_two_keys_is_no_interval(shape):
+@pytest.mark.parametrize("number", [1, 3])
+@pytest.mark.parametrize("shape", [(1, 1, 2, 2), (2, HQ, 2, 2), (2, 1, 5, 2), (2, 1, 1, 2)])
+def test_integer_mask_over_two_keys_is_no_interval(shape, number):
     query, key, value = make_states()
-    states, mask = (query[:, : shape[2]], key[:, :2], value[:, :2]), torch.ones(shape).int()
+    states = (query[:, : shape[2]], key[:, :2], value[:, :2])
+    mask = torch.full(shape, number, dtype=torch.int32)
     mask[..., 0, 1] = 0
     assert torch.equal(attend(*states, mask), attend(*states, mask.bool()))
 

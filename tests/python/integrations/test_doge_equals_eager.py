@@ -4,7 +4,7 @@ import copy
 
 import pytest
 import torch
-from transformers import DogeForCausalLM
+from transformers import DogeForCausalLM, DynamicCache
 
 import doge_generation
 from doge_generation import (
@@ -142,6 +142,22 @@ def test_four_dimensional_mask_equals_eager(kind, additive):
     allowed = allowed.expand(B, 1, -1, S)
     mask = allowed if additive is None else torch.where(allowed, additive, additive - 1)
     assert_same_training(model, enabled(model), ids, ids, attention_mask=mask)
+
+
+@torch.no_grad()
+def test_integers_over_two_keys_of_a_cache_mask_by_doges_rule():
+    ours, ids, shown = (
+        enabled(make_model()),
+        make_ids(2, 2),
+        torch.tensor([[True] * 2, [False, True]]),
+    )
+
+    def step(mask):
+        cache = DynamicCache()
+        ours(ids[:, :1], past_key_values=cache)
+        return ours(ids[:, 1:], attention_mask=mask[:, None, None], past_key_values=cache).logits
+
+    assert torch.equal(step(-(~shown).int()), step(shown))
 
 
 @pytest.mark.skipif(IS_TRANSFORMERS_4, reason="DogeCDMoE of transformers 4 fails itself")

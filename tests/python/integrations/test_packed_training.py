@@ -99,6 +99,17 @@ def test_offsets_separate_documents_under_the_padding_of_scored_layers(name):
     torch.testing.assert_close(logits.flatten(0, 1)[:36], torch.cat(alone), rtol=1e-4, atol=1e-5)
 
 
+@pytest.mark.parametrize("rows", [1, 20])
+def test_offsets_separate_documents_under_integers_that_mask_by_doges_rule(rows):
+    model, ids = enable_flash_dmattn(make_base("Doge")), torch.randint(3, 60, (2, 20))
+    offsets = torch.tensor([0, 13, 20, 40], dtype=torch.int32)
+    packed = dict.fromkeys(("cu_seq_lens_q", "cu_seq_lens_k"), offsets) | {"use_cache": False}
+    hidden = torch.ones(2, 1, rows, 20, dtype=torch.long).triu(1 if rows > 1 else 20)
+    with torch.no_grad():
+        expected = model(ids, attention_mask=hidden == 0, **packed).logits
+        assert torch.equal(model(ids, attention_mask=-hidden, **packed).logits, expected)
+
+
 FEEDS = {  # either the longest text fills a row and the two others share one, or all are one batch
     "packing": {"packing": True, "max_length": 21, "per_device_train_batch_size": 2},
     "padding_free": {"padding_free": True, "max_length": None, "per_device_train_batch_size": 3},

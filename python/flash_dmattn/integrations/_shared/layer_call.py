@@ -182,22 +182,17 @@ def has_queries(mask: Tensor | KeyIntervals | None) -> bool:
 
 
 def as_key_intervals(
-    mask: Tensor | KeyIntervals | None, query_length: int, key_length: int | None = None
+    mask: Tensor | KeyIntervals | None, query_length: int, key_length: int
 ) -> KeyIntervals | None:
     """Returns the intervals that a model passed as its mask, int32 [B, H, Sk, 2], or None for other masks.
 
-    Code that may not read values assumes that the intervals are consecutive, as masks of models are: then it does not
-    have to read a bound from a GPU.
+    Code that may not read values (compiled code, CUDA graphs) assumes that the intervals are consecutive, as masks of models
+    are: then it does not have to read a bound from a GPU. It takes int32 [B, H, 2, 2] of two queries for intervals.
     """
     if not isinstance(mask, Tensor):
         return mask
     compact = mask.dim() == 4 and mask.dtype == torch.int32 and mask.shape[3] == 2
-    if (
-        not compact
-        # Dynamo takes `not in` as true for a symbolic length that equals a constant.
-        or (key_length is not None and key_length != mask.shape[2])
-        or _is_two_by_two_mask(mask, query_length)
-    ):
+    if not compact or key_length != mask.shape[2] or _is_two_by_two_mask(mask, query_length):
         return None
     return KeyIntervals(mask, query_length, consecutive=not may_read())
 
@@ -206,7 +201,7 @@ def present_tokens(mask: Tensor | KeyIntervals | None, length: int) -> Tensor | 
     """Returns whether each new token of a cache of slots is not padding, bool [B, S]; None: there is no padding."""
     if mask is None:
         return None
-    intervals = as_key_intervals(mask, length)
+    intervals = as_key_intervals(mask, length, length)
     if intervals is None or (intervals.heads, intervals.key_length) != (1, length):
         mask = mask if intervals is None else intervals.intervals
         raise ValueError(
@@ -219,9 +214,13 @@ def present_tokens(mask: Tensor | KeyIntervals | None, length: int) -> Tensor | 
 def _is_two_by_two_mask(mask: Tensor, query_length: int) -> bool:
     """Whether an int32 [B, H, 2, 2] argument for two queries is a dense mask.
 
-    In intervals, a key that the last query sees ends at 2.
+    Numbers of intervals are 0 to 2, and a key that the last query sees ends at 2.
     """
-    if mask.shape[2] != 2 or query_length != 2 or not may_read() or mask.amax() > 1:
+    if mask.shape[2] != 2 or query_length != 2 or not may_read():
+        return False
+    if mask.amin() < 0 or mask.amax() > 2:
+        return True
+    if mask.amax() == 2:
         return False
     if mask[..., 0].any():
         return True

@@ -135,7 +135,10 @@ class FlashDogeAttention(DogeAttention):
         check_mask_keywords(kwargs, has_mask=attention_mask is not None)
         if cache is None and context.mask_kind != "packed":
             batch, length = hidden_states.shape[:2]
-            mask = hide_other_sequences(attention_mask, kwargs, batch, length, length)
+            mask = attention_mask
+            if kwargs.get("cu_seq_lens_q") is not None:
+                mask = _as_shown_elements(mask, length, length)
+            mask = hide_other_sequences(mask, kwargs, batch, length, length)
             if mask is not attention_mask:
                 attention_mask, context = mask, context._replace(mask_kind=None)
         per_head = (*hidden_states.shape[:-1], -1, self.head_dim)
@@ -267,6 +270,15 @@ def doge_scores(attention: DogeAttention, step: torch.Tensor) -> torch.Tensor:
     return doge_scores_of(attention.A, step)
 
 
+def _as_shown_elements(
+    mask: torch.Tensor | None, query_length: int, key_length: int
+) -> torch.Tensor | None:
+    """Returns a mask of integers as bool by Doge's rule, that every value but 0 masks. Other masks stay as they are."""
+    if mask is None or mask.is_floating_point() or mask.dtype == torch.bool:
+        return mask
+    return mask == 0 if as_key_intervals(mask, query_length, key_length) is None else mask
+
+
 def _visible_elements(
     mask: torch.Tensor | None, query: torch.Tensor, key: torch.Tensor, memo: Memo | None
 ) -> Visible:
@@ -275,10 +287,10 @@ def _visible_elements(
         return Visible(is_causal=True)
 
     def find(mask: torch.Tensor) -> Visible:
-        if as_key_intervals(mask, query.shape[1]) is None:
-            if not mask.is_floating_point() and mask.dtype != torch.bool:
-                mask = mask == 0
-            mask = mask[..., : key.shape[1]].expand(-1, -1, query.shape[1], -1)
+        queries, keys = query.shape[1], key.shape[1]
+        mask = _as_shown_elements(mask, queries, keys)
+        if as_key_intervals(mask, queries, keys) is None:
+            mask = mask[..., :keys].expand(-1, -1, queries, -1)
         return visible_elements(mask, query, key, added_values_hide=True)
 
     return cached_result(memo, "visible", mask, find)
