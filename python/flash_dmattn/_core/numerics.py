@@ -107,18 +107,21 @@ def resolve_nonfinite(nonfinite: str) -> bool:
 def resolve_deterministic(deterministic: bool | None) -> bool:
     if deterministic is not None:
         return resolve_flag(deterministic, "deterministic")
-    return torch.are_deterministic_algorithms_enabled() if _default is None else _default
+    default = _blocks[-1][0] if _blocks else None
+    return torch.are_deterministic_algorithms_enabled() if default is None else default
 
 
-_default: bool | None = None  # in a block of default_deterministic
+# The values of the blocks of default_deterministic that are entered. dynamo guards a list, but no thread-local value.
+_blocks: list[list[bool | None]] = []
 
 
 @contextmanager
 def default_deterministic(value: bool | None) -> Iterator[None]:
-    """Makes `value` the default of `deterministic` in this process. None: as torch.use_deterministic_algorithms sets."""
-    global _default
-    before, _default = _default, value
+    """Makes `value` the default of `deterministic` in this process, as torch's own flags are. Of several blocks, nested or of
+    other threads, the last one entered decides. None: as torch.use_deterministic_algorithms sets."""
+    block = [value]
+    _blocks.append(block)
     try:
         yield
     finally:
-        _default = before
+        _blocks[:] = [other for other in _blocks if other is not block]

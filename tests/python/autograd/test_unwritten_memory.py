@@ -4,6 +4,7 @@ import pytest
 import torch
 
 from flash_dmattn import flash_dmattn_func
+from flash_dmattn._core.numerics import default_deterministic, resolve_deterministic
 
 OPTIONS = {
     "window": {"keep_window_size": 13},
@@ -44,3 +45,12 @@ def test_gradients_do_not_depend_on_unwritten_memory(fill_memory, name, queries,
         runs.append([out, lse, *torch.autograd.grad(results, (q, k, v, s), directions)])
     for plain, filled in zip(*runs, strict=True):
         assert torch.equal(plain, filled)
+
+
+def test_blocks_of_threads_that_overlap_leave_no_default():
+    before, first, second = resolve_deterministic(None), *map(default_deterministic, (True, False))
+    for call in (first.__enter__, second.__enter__):
+        call()
+    for block, remains in ((first, False), (second, before)):
+        block.__exit__(None, None, None)
+        assert resolve_deterministic(None) == remains
