@@ -1,6 +1,7 @@
 """A meaningless call of a model with learned scores, or of one that would get them, raises an error that names the argument. A
 row has the words of the error, as a regular expression, and the call. The model is unchanged afterwards."""
 
+import contextlib
 import re
 from types import SimpleNamespace
 
@@ -129,6 +130,17 @@ def attend(times=1, cache=lambda _: None):
     return call
 
 
+def go_on_without_scores():
+    """Goes on with a cache after a call that raised between the layer's hook and its `update`."""
+    model, ids = make_scored(num_hidden_layers=1), make_ids(B, PROMPT) % VOCABULARY
+    cache = slots(model)
+    failure = model.model.layers[0].self_attn.k_proj.register_forward_pre_hook(lambda *_: 1 / 0)
+    with contextlib.suppress(ZeroDivisionError):
+        model(ids, past_key_values=cache)
+    failure.remove()
+    model.set_score_phase("off")(ids, past_key_values=cache)
+
+
 def phase(*arguments, model=make_scored):
     return lambda: model().set_score_phase(*arguments)
 
@@ -180,6 +192,7 @@ CALLS_OF_SCORES = [
     # Caches that do not fit.
     (f"^{CACHE}: got keys without scores in layer 0", call_scored(past_key_values=keys_without_scores, tokens=1)),
     ("^scores: got none.*add_learned_scores.* in the phase 'hard'", call_scored(past_key_values=slots, phase="off")),
+    ("^scores: got none", go_on_without_scores),
     (f"^{CACHE}: got a DynamicMaskCache whose layer 0 got no keys", attend(cache=slots)),
     (f"^{CACHE}: got 1 layers, expected more than 1", call_scored(past_key_values=lambda _: slots(make_scored(num_hidden_layers=1)))),
     ("^phase: got 'soft' with a DynamicMaskCache", call_scored(past_key_values=slots, phase="soft")),

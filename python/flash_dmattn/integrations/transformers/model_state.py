@@ -21,11 +21,16 @@ _HANDLES = "_flash_dmattn_hooks"  # the attribute of a module that keeps the han
 
 
 def add_hook(module: nn.Module, hook: Callable, after: bool = False) -> None:
-    """Runs a hook, which takes keywords, before each forward of a module, or after it. A module gets each hook once."""
+    """Runs a hook, which takes keywords, before each forward of a module, or after it, with the output None if it raised. A
+    module gets each hook once."""
     handles = vars(module).setdefault(_HANDLES, {})
-    if _name(hook) not in handles:
-        register = module.register_forward_hook if after else module.register_forward_pre_hook
-        handles[_name(hook)] = register(hook, with_kwargs=True)
+    if _name(hook) in handles:
+        return
+    if after:
+        handle = module.register_forward_hook(hook, with_kwargs=True, always_call=True)
+    else:
+        handle = module.register_forward_pre_hook(hook, with_kwargs=True)
+    handles[_name(hook)] = handle
 
 
 def remove_hooks(module: nn.Module, *hooks: Callable) -> None:

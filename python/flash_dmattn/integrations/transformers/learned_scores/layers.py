@@ -110,7 +110,9 @@ def _number_in_cache(layer: nn.Module, keywords: dict) -> int:
 
 def _end_call(layer: nn.Module, args: tuple, keywords: dict, output: object) -> None:
     call = keywords.get(SCORES)
-    if call is not None and not call.has_attended:
+    if call is not None and call.slots is not None:
+        call.slots.awaits_keys = False  # the forward may have raised before it updated the cache
+    if call is not None and output is not None and not call.has_attended:
         raise RuntimeError(
             f"{SCORES}: got no call of transformers' attention function with the keywords of {type(layer).__name__}, "
             "expected one: its layers cannot have learned scores"
