@@ -6,6 +6,7 @@ import pytest
 import torch
 
 from doge_generation import WINDOW, left_padding, make_ids, make_model
+from flash_dmattn._core.numerics import Numerics
 from flash_dmattn.integrations.transformers import DynamicMaskCache, doge, enable_flash_dmattn
 from flash_dmattn.integrations.transformers.cache_layer import DynamicMaskLayer
 from flash_dmattn.integrations.transformers.compat import CACHE
@@ -16,6 +17,7 @@ from transformers_version import IS_TRANSFORMERS_4
 pytestmark = pytest.mark.transformers
 
 B, S = 2, 40
+NUMERICS = Numerics(1.0, 0.0, True, False)
 
 
 @pytest.fixture(autouse=True)
@@ -120,7 +122,7 @@ def test_failed_call_leaves_recorded_tokens(ours):
     for present in (None, torch.tensor([[True, True], [False, True]])):
         with pytest.raises(ValueError, match="scores: got shape"):
             tokens = ScoredTokens(states, states, torch.zeros(B, 3, 2), present)
-            cache.layers[0].attend(torch.zeros(B, 2, 4, 8), tokens, scale=1.0)
+            cache.layers[0].attend(torch.zeros(B, 2, 4, 8), tokens, NUMERICS)
     ours(ids[:, 3:], past_key_values=cache)
     torch.testing.assert_close(next_logits(ours, cache), expected)
 
@@ -168,7 +170,7 @@ def test_offloaded_slots_come_back_with_the_next_tokens(use):
     layer.fill(tokens)
     layer._move_slots, layer.device = moves.append, torch.device("cuda")
     if use == "attend":
-        layer.attend(states, tokens, scale=1.0)
+        layer.attend(states, tokens, NUMERICS)
     elif use == "fill":
         layer.reset()
         layer.fill(tokens)

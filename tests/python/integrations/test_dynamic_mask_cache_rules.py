@@ -7,6 +7,7 @@ import torch
 from transformers import LlamaConfig
 
 from flash_dmattn import flash_dmattn_func, select_key_intervals
+from flash_dmattn._core.numerics import Numerics
 from flash_dmattn.integrations.transformers import DynamicMaskCache
 from flash_dmattn.integrations.transformers.token_order import ScoredTokens
 from token_streams import RULES, Stream
@@ -48,7 +49,7 @@ def fill(layer, stream, end):
 def attend(layer, stream, begin, end, change=lambda t: t):
     q, (k, v, scores) = stream.q[:, begin:end], stream.tokens(begin, end)
     tokens = ScoredTokens(change(k), change(v), scores, stream.mask[:, begin:end])
-    return layer.attend(change(q), tokens, scale=8**-0.5)[0]
+    return layer.attend(change(q), tokens, Numerics(8**-0.5, 0.0, True, False))[0]
 
 
 @pytest.mark.parametrize("static", [False, True])

@@ -197,10 +197,8 @@ def as_key_intervals(
     return KeyIntervals(mask, query_length, consecutive=not may_read())
 
 
-def present_tokens(mask: Tensor | KeyIntervals | None, length: int) -> Tensor | None:
-    """Returns whether each new token of a cache of slots is not padding, bool [B, S]; None: there is no padding."""
-    if mask is None:
-        return None
+def present_tokens(mask: Tensor | KeyIntervals, length: int) -> Tensor:
+    """Returns whether each new token of a cache of slots is not padding, bool [B, S]."""
     intervals = as_key_intervals(mask, length, length)
     if intervals is None or (intervals.heads, intervals.key_length) != (1, length):
         mask = mask if intervals is None else intervals.intervals

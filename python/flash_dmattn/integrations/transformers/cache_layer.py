@@ -7,9 +7,12 @@ import torch.nn.functional as F
 from transformers.cache_utils import CacheLayerMixin
 
 from ..._core.kv_checks import check_slot_kernels
+from ..._core.numerics import Numerics
 from ...generation.cache import KVSlots
+from ...keys.intervals import KeyIntervals
 from ...keys.rule import SelectionRule
-from .._shared.layer_call import swap_heads_and_tokens
+from ...merge import add_sink
+from .._shared.layer_call import present_tokens, swap_heads_and_tokens
 from .compat import CACHE
 from .token_order import ScoredTokens, TokenOrder, counts_tokens, gather_columns, tokens_first
 
@@ -19,8 +22,9 @@ RECORDED_TOKENS = 128  # at least this many tokens can be dropped again
 class DynamicMaskLayer(CacheLayerMixin):
     """The slots of one attention layer.
 
-    `fill` stores the first tokens after their attention; `attend` stores later tokens and computes their attention.
-    `get_seq_length` counts all tokens, but the layer holds only the keys that the rule shows, and pending tokens.
+    `attend_call` is a call of the layer: `fill` stores its first tokens after their attention, `attend` stores later tokens
+    and computes their attention. `get_seq_length` counts all tokens, but the layer holds only the keys that the rule shows,
+    and pending tokens.
     """
 
     is_sliding = False
@@ -130,20 +134,58 @@ class DynamicMaskLayer(CacheLayerMixin):
         if self._counts_on_device:
             self._length.fill_(tokens)
 
+    def attend_call(
+        self,
+        rule: SelectionRule,
+        layer_idx: int,
+        states: tuple[torch.Tensor, torch.Tensor, torch.Tensor],
+        scores: torch.Tensor,
+        mask: torch.Tensor | KeyIntervals | None,
+        numerics: Numerics,
+        attend_to_prompt: Callable[[], torch.Tensor],
+        *,
+        scores_are_bias: bool = True,
+        late_scores: torch.Tensor | None = None,
+        sink_logits: torch.Tensor | None = None,
+    ) -> torch.Tensor:
+        """Computes attention of a call of an attention layer, and adds its tokens. Returns out [B, S, Hq, Dv].
+
+        Args:
+            rule, layer_idx: of the attention layer.
+            states: query [B, S, Hq, D], key [B, S, Hkv, D], value [B, S, Hkv, Dv].
+            scores: float32 [B, Hkv, S].
+            mask: of the call; None: no token is padding.
+            attend_to_prompt: computes attention of the first tokens, which are all that they see.
+            late_scores: float32 [B, Hkv], the scores of the last keys before these tokens, if they are known only now.
+            sink_logits: [Hq]; `attend_to_prompt` adds them itself.
+        """
+        self.check_rule(rule, layer_idx)
+        query, key, value = states
+        present = None if mask is None else present_tokens(mask, query.shape[1])
+        tokens = ScoredTokens(key, value, scores, present)
+        if self.is_empty:
+            self.check_kernels(key, value)  # before attention that the slots could not take over
+            out = attend_to_prompt()
+            self.fill(tokens)
+            return out
+        if late_scores is not None:
+            self.prefetch()
+            self.slots.rescore_last(late_scores, None if present is None else present[:, 0])
+        out, lse = self.attend(query, tokens, numerics, scores_are_bias)
+        return out if sink_logits is None else add_sink(out, lse, sink_logits)[0]
+
     def attend(
         self,
         query: torch.Tensor,
         tokens: ScoredTokens,
-        *,
-        scale: float,
-        softcap: float = 0.0,
+        numerics: Numerics,
         scores_are_bias: bool = True,
     ) -> tuple[torch.Tensor, torch.Tensor]:
         """Adds tokens and computes their attention. Returns out [B, S, Hq, Dv] and its log-sum-exp [B, Hq, S].
 
         Args:
             query: [B, S, Hq, D].
-            scale, softcap, scores_are_bias: as in `KVSlots.step`.
+            scores_are_bias: as in `KVSlots.step`.
         """
         self._check_rows(query)
         length = query.shape[1]
@@ -152,22 +194,25 @@ class DynamicMaskLayer(CacheLayerMixin):
                 f"{CACHE}: got {length} tokens at a time for a static cache without places for them, expected "
                 "one; give it some by DynamicMaskCache(chunk=...)"
             )
-        options = {"scale": scale, "softcap": softcap, "scores_are_bias": scores_are_bias}
-        options["return_lse"] = True
+        options = numerics, scores_are_bias
+        keywords = {"scale": numerics.scale, "softcap": numerics.softcap}
+        keywords |= {"scores_are_bias": scores_are_bias, "return_lse": True}
         self.prefetch()
         self._make_room(length)
+        has_order = self._have_order(tokens)
         if self.record_past:
-            out, lse = self._attend_recorded(query, tokens, **options)
-        elif not self._have_order(tokens):
-            add = self.slots.step if length == 1 else self.slots.extend
-            out, lse = add(query, *tokens[:3], key_mask=tokens.present, **options)
+            out, lse = self._attend_recorded(query, tokens, *options)
+        elif not has_order and length == 1:
+            out, lse = self.slots._step(query, *tokens, *options)
         elif length == 1:
-            out, lse = self._step_of_tokens(query, tokens, **options)
+            out, lse = self._step_of_tokens(query, tokens, *options)
+        elif not has_order:
+            out, lse = self.slots.extend(query, *tokens[:3], key_mask=tokens.present, **keywords)
         else:
             columns = tokens_first(tokens.present)
             out, lse = self.slots.extend(
                 gather_columns(query, columns, 1), *tokens.at(columns)[:3],
-                lengths=tokens.present.sum(1, dtype=torch.int32), **options,
+                lengths=tokens.present.sum(1, dtype=torch.int32), **keywords,
             )  # fmt: skip
             places = columns.argsort(1)
             out, lse = gather_columns(out, places, 1), gather_columns(lse, places, 2)
@@ -175,14 +220,14 @@ class DynamicMaskLayer(CacheLayerMixin):
         return out, lse
 
     def _step_of_tokens(
-        self, query: torch.Tensor, tokens: ScoredTokens, **options
+        self, query: torch.Tensor, tokens: ScoredTokens, *options
     ) -> tuple[torch.Tensor, torch.Tensor]:
         """Adds one token to the rows in which it is no padding. The other rows stay unchanged."""
         slots = self.slots
         # Padding has no key, so it writes nothing but these.
         counters = slots.positions, slots.counts, slots.seen
         before = [t.clone() for t in counters]
-        result = slots.step(query, *tokens[:3], key_mask=tokens.present, **options)
+        result = slots._step(query, *tokens, *options)
         for tensor, old in zip(counters, before, strict=True):
             is_token = tokens.present.view(-1, *[1] * (tensor.dim() - 1))
             tensor.copy_(torch.where(is_token, tensor, old))
@@ -193,7 +238,7 @@ class DynamicMaskLayer(CacheLayerMixin):
         return tokens.present is not None and self._counts_tokens
 
     def _attend_recorded(
-        self, query: torch.Tensor, tokens: ScoredTokens, **options
+        self, query: torch.Tensor, tokens: ScoredTokens, *options
     ) -> tuple[torch.Tensor, torch.Tensor]:
         """Adds tokens, which stay pending, and computes their attention."""
         parts = []
@@ -202,11 +247,11 @@ class DynamicMaskLayer(CacheLayerMixin):
             self._commit_oldest(self.slots.pending + length - self.slots.chunk)
             columns = self._append_recorded(tokens.part(start, start + length))
             if columns is None:
-                parts.append(self.slots.attend(rows, **options))
+                parts.append(self.slots._attend(rows, None, *options))
                 continue
             earlier = columns.shape[1] - length
             queries = F.pad(rows, (0, 0, 0, 0, earlier, 0))
-            result = self.slots.attend(gather_columns(queries, columns, 1), **options)
+            result = self.slots._attend(gather_columns(queries, columns, 1), None, *options)
             last = columns.argsort(1)[:, earlier:]
             parts.append(
                 tuple(gather_columns(t, last, dim) for t, dim in zip(result, (1, 2), strict=True))
@@ -404,7 +449,7 @@ class DynamicMaskLayer(CacheLayerMixin):
         )  # fmt: skip
 
     def _hold_slots(self, slots: KVSlots) -> None:
-        self.slots = slots
+        self.slots, self._slot_chunk = slots, slots.chunk
         self.keys, self.values = slots.k, slots.v
         self.batch_size = self.max_batch_size = slots.batch
         if self.is_compileable and not torch.compiler.is_compiling():
@@ -445,7 +490,7 @@ class DynamicMaskLayer(CacheLayerMixin):
 
     def _resize_chunk(self, chunk: int) -> None:
         """Changes the number of places for pending tokens, except in a static layer, whose memory stays."""
-        if self.is_compileable or chunk == self.slots.chunk:
+        if self.is_compileable or chunk == self._slot_chunk:
             return
         rows = torch.arange(self.slots.batch, dtype=torch.int32, device=self.keys.device)
         self._hold_slots(self.slots.select(rows, chunk=chunk))
@@ -456,12 +501,12 @@ class DynamicMaskLayer(CacheLayerMixin):
         With one new token, the places beyond `chunk` are freed.
         """
         if self.record_past:
-            self._resize_chunk(max(tokens, RECORDED_TOKENS, self.slots.chunk))
+            self._resize_chunk(max(tokens, RECORDED_TOKENS, self._slot_chunk))
             return
         self._commit(self.slots.pending)  # nothing is recorded any more
         if tokens == 1:
             self._resize_chunk(self.chunk)
         else:
             self._resize_chunk(
-                max(min(tokens, max(self.rule.place_count(), RECORDED_TOKENS)), self.slots.chunk)
+                max(min(tokens, max(self.rule.place_count(), RECORDED_TOKENS)), self._slot_chunk)
             )

@@ -30,7 +30,6 @@ from .._shared.layer_call import (
     check_probabilities,
     hide_other_sequences,
     is_causal_mask,
-    present_tokens,
     swap_heads_and_tokens,
     target_dtype,
 )
@@ -47,7 +46,6 @@ from .scored_attention import (
     visible_tokens,
 )
 from .scored_cache import CacheState, store_scores
-from .token_order import ScoredTokens
 
 
 class Context(NamedTuple):
@@ -206,25 +204,24 @@ class FlashDogeAttention(DogeAttention):
         states, memo, rule = (query, key, value), context.memo, SelectionRule(self.keep_window_size)
         numerics = Numerics.from_arguments(self.scaling, None, None, "saturate", None)
         options = LayerOptions(numerics, memo=memo)
-        if slots is not None:
-            slots.check_rule(rule, self.layer_idx)
-            present = present_tokens(mask, query.shape[1])
-            tokens = ScoredTokens(key, value, scores.float(), present)
-            if not slots.is_empty:
-                return slots.attend(query, tokens, scale=self.scaling)[0]
-            slots.check_kernels(key, value)  # before attention that the slots could not take over
-        visible = shown = _visible_elements(mask, query, key, memo)
-        if context.mask_kind == "padded" and visible.intervals is not None:
-            visible = visible_tokens(visible.intervals)
-        bias = scores if self.round_scores_like_eager else with_zero_sum_gradient(scores)
-        hides = key.shape[1] > self.keep_window_size
-        attend = attend_to_chosen if hides else attend_to_visible
-        out = attend(*states, visible, KeyScores(rule, scores, bias), options)
-        if slots is not None:
-            slots.fill(tokens)
-        if mask is not None and context.mask_kind != "packed":
-            out = _fill_blind_rows(out, shown, states, self.scaling, memo)
-        return out
+
+        def attend_to_tokens() -> torch.Tensor:
+            visible = shown = _visible_elements(mask, query, key, memo)
+            if context.mask_kind == "padded" and visible.intervals is not None:
+                visible = visible_tokens(visible.intervals)
+            bias = scores if self.round_scores_like_eager else with_zero_sum_gradient(scores)
+            hides = key.shape[1] > self.keep_window_size
+            attend = attend_to_chosen if hides else attend_to_visible
+            out = attend(*states, visible, KeyScores(rule, scores, bias), options)
+            if mask is not None and context.mask_kind != "packed":
+                out = _fill_blind_rows(out, shown, states, self.scaling, memo)
+            return out
+
+        if slots is None:
+            return attend_to_tokens()
+        return slots.attend_call(
+            rule, self.layer_idx, states, scores.float(), mask, numerics, attend_to_tokens
+        )
 
     def _update(
         self,

@@ -19,9 +19,8 @@ from ...._core.numerics import Numerics
 from ....budgets import SoftScores
 from ....keys.intervals import KeyIntervals
 from ....keys.rule import SelectionRule
-from ....merge import add_sink
 from ....scores import bias_to_learn
-from ..._shared.layer_call import layer_arguments, present_tokens
+from ..._shared.layer_call import layer_arguments
 from ..cache import DynamicMaskCache
 from ..cache_layer import DynamicMaskLayer
 from ..compat import CACHE, CACHE_NAMES
@@ -35,7 +34,6 @@ from ..scored_attention import (
     visible_tokens,
 )
 from ..scored_cache import CacheState, store_scores
-from ..token_order import ScoredTokens
 
 # query [B, Sq, Hq, D], key [B, Sk, Hkv, D], value [B, Sk, Hkv, Dv]
 States = tuple[Tensor, Tensor, Tensor]
@@ -268,31 +266,23 @@ class ScoreCall:
         mask: Tensor | KeyIntervals | None,
         options: LayerOptions,
     ) -> Tensor:
-        layer, scoring, slots = self.layer, self.layer.scoring, self.slots
+        layer, scoring = self.layer, self.layer.scoring
         self._check_phase("a DynamicMaskCache")
-        slots.check_rule(scoring.rule, layer.layer_idx)
-        query, key, value = states
-        scores, of_keys = scores.float(), self._of_keys(scores.float())
-        present = present_tokens(mask, query.shape[1])
-        tokens = ScoredTokens(key, value, of_keys, present)
-        if not slots.is_empty:
-            if scoring.late:
-                slots.prefetch()
-                last = None if present is None else present[:, 0]
-                slots.slots.rescore_last(scores[..., 0], last)
-            numerics, sink_logits, _ = options
-            out, lse = slots.attend(
-                query, tokens, scale=numerics.scale, softcap=numerics.softcap, scores_are_bias=False
-            )
-            return out if sink_logits is None else add_sink(out, lse, sink_logits)[0]
-        slots.check_kernels(key, value)  # before attention that the slots could not take over
-        used = KeyScores(scoring.rule, of_keys)
-        if scoring.dense_prefill:
-            out = attend_to_visible(*states, visible_elements(mask, query, key), used, options)
-        else:
-            out = attend_to_chosen(*states, visible_tokens(mask), used, options)
-        slots.fill(tokens)
-        return out
+        scores = scores.float()
+        of_keys = self._of_keys(scores)
+        key_scores = KeyScores(scoring.rule, of_keys)
+
+        def attend_to_prompt() -> Tensor:
+            if scoring.dense_prefill:
+                visible = visible_elements(mask, *states[:2])
+                return attend_to_visible(*states, visible, key_scores, options)
+            return attend_to_chosen(*states, visible_tokens(mask), key_scores, options)
+
+        return self.slots.attend_call(
+            scoring.rule, layer.layer_idx, states, of_keys, mask, options.numerics, attend_to_prompt,
+            scores_are_bias=False, late_scores=scores[..., 0] if scoring.late else None,
+            sink_logits=options.sink_logits,
+        )  # fmt: skip
 
     def _attend_to_pieces(self, states: States, scores: Tensor, options: LayerOptions) -> Tensor:
         layer, scoring = self.layer, self.layer.scoring
