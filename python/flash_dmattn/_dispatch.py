@@ -11,7 +11,6 @@ from ._core import finite
 from ._core.checks import (
     add_query_dimension,
     attention_arguments,
-    backend_of,
     bias_of_keys,
     check_bias_delay,
     check_scores_have_rule,
@@ -92,6 +91,7 @@ def run_backend(
 
     bias_delay: the bias of a key, one value, is added for queries at least that many positions after it.
     own_row: as in split_by_age, where a key's position is not its index.
+    backend: as `check_device` returns it.
     held_keys: returns which slots of a cache hold a key, bool [B, Hkv or 1, Sk]. Check mode reads only these.
 
     statistics: [.., B, Hq, Sq]. statistics[0] is lse. Callers index it only if they need lse, because a view takes as
@@ -121,8 +121,6 @@ def _run_unchecked_backend(
     bias_delay: int = 0,
     own_row: Tensor | None = None,
 ) -> tuple[Tensor, Tensor | None]:
-    if query.is_cuda:
-        backend = backend_of(query, backend)
     if bias_delay:
         bias, bias_delay = bias_of_keys(bias, bias_delay), clamp_count(bias_delay)
         # The library's kernels count positions by the index of a key.

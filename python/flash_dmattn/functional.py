@@ -191,8 +191,7 @@ def flash_dmattn_varlen_func(
             check_count(length, name)
     is_causal = resolve_flag(is_causal, "is_causal")
     check_bias_delay(bias_delay, attn_bias)
-    backend = resolve_backend(backend)
-    inputs = attention_inputs(query, key, value, "total, H, D", backend)
+    *inputs, backend = attention_inputs(query, key, value, "total, H, D", backend)
     numerics = numerics.with_scale_for(query.shape[2])
     query, key, value = inputs
     total_q, total_k = query.shape[0], key.shape[0]

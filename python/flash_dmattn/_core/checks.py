@@ -42,15 +42,16 @@ FLOAT32_MAX = torch.finfo(torch.float32).max
 
 
 def attention_inputs(
-    query: Tensor, key: Tensor, value: Tensor, layout: str, backend: str = ""
-) -> tuple[Tensor, Tensor, Tensor]:
-    """Checks query, key and value, casts them as torch.autocast prescribes, and pads query and key with zeros.
+    query: Tensor, key: Tensor, value: Tensor, layout: str, backend: str | None
+) -> tuple[Tensor, Tensor, Tensor, str]:
+    """Checks query, key and value, casts them as torch.autocast prescribes, and pads query and key with zeros. Returns them
+    and the backend, as `check_device` does.
 
     It pads if the head dimension of value is larger; zeros add nothing to query . key. A bias keeps its dtype: a
     float32 bias with 16-bit inputs is supported.
     layout: "B, S, H, D", or "total, H, D" for packed sequences.
-    backend: a name, or "" if none is requested.
     """
+    backend = resolve_backend(backend)
     is_autocast = torch._C._is_any_autocast_enabled()
     if is_autocast or not are_alike(query, key, value):
         for name, tensor in (("query", query), ("key", key), ("value", value)):
@@ -63,11 +64,11 @@ def attention_inputs(
         for name, tensor in (("query", query), ("key", key), ("value", value)):
             if tensor.dim() != dims:
                 raise ValueError(f"{name}: got shape {tuple(tensor.shape)}, expected [{layout}]")
-    check_device(query, backend)
+    backend = check_device(query, backend)
     missing = _check_shapes(query, key, value)
     if missing > 0:
         query, key = (F.pad(t, (0, missing)) for t in (query, key))
-    return query, key, value
+    return query, key, value, backend
 
 
 def attention_arguments(
@@ -84,8 +85,7 @@ def attention_arguments(
 
     bias, mask, scores: as `bias_argument`, `mask_argument` and `selection_scores_argument` return them.
     """
-    backend = resolve_backend(backend)
-    query, key, value = attention_inputs(query, key, value, "B, S, H, D", backend)
+    query, key, value, backend = attention_inputs(query, key, value, "B, S, H, D", backend)
     if not is_compiling() and is_transformed():
         refuse_transforms(
             query=query, key=key, value=value, attn_bias=bias, selection_scores=scores
@@ -96,7 +96,7 @@ def attention_arguments(
         scores = selection_scores_argument(scores, query, key)
     if mask is not None:
         mask = mask_argument(mask, query, key)
-    return query, key, value, bias, mask, scores, backend_of(query, backend)
+    return query, key, value, bias, mask, scores, backend
 
 
 def are_alike(query: object, key: object, value: object) -> bool:
@@ -307,19 +307,23 @@ def _runs_on_cpu(backend: str) -> bool:
     )
 
 
-def check_device(query: Tensor, backend: str) -> None:
+def check_device(query: Tensor, backend: str) -> str:
+    """Returns `backend` if it names one. Otherwise returns "triton" for float32 on a CUDA GPU, for which the library
+    has no kernels, and "" (the library's choice) in all other cases. Raises if no such backend can run there."""
     if backend in ("triton", "flex"):
         # On the CPU: Triton interpreted, and the forward of FlexAttention, which raise their own errors.
         if not (is_compiling() or (query.is_cpu and _runs_on_cpu(backend))):
             check_backend_runs(backend)
-        return
+        return backend
     if not (query.is_cpu or query.is_cuda or query.is_meta):
         raise RuntimeError(f"query: got a tensor on {query.device}, expected cpu or cuda")
     if query.is_cuda:
-        needed = backend_of(query, backend) or "cuda"
+        if not backend and query.dtype == torch.float32:
+            backend = "triton"
+        needed = backend or "cuda"
         reason = "" if is_compiling() else unavailable_reason(needed)
         if needed == "triton" and not reason:
-            return
+            return backend
         if reason and needed == "cuda":
             raise RuntimeError(f"query: got a tensor on {query.device}, expected cpu: {reason}")
         if query.dtype not in GPU_DTYPES:
@@ -328,6 +332,7 @@ def check_device(query: Tensor, backend: str) -> None:
                 f"query: got {query.dtype} on {query.device}, expected bfloat16 or float16 (convert with .to(), or "
                 f'compute under torch.autocast("cuda", torch.bfloat16)){only}'
             )
+    return backend
 
 
 def resolve_backend(backend: object) -> str:
@@ -341,13 +346,6 @@ def resolve_backend(backend: object) -> str:
     if backend:
         check_backend_name(backend)
     return backend
-
-
-def backend_of(query: Tensor, backend: str) -> str:
-    """Returns `backend` if it names one. Otherwise returns "triton" for float32 on a CUDA GPU, for which the library
-    has no kernels, and "" (the library's choice) in all other cases."""
-    on_triton = not backend and query.dtype == torch.float32 and query.is_cuda
-    return "triton" if on_triton else backend
 
 
 def broadcast_argument(tensor: Tensor, name: str, query: Tensor, key: Tensor) -> Tensor:

@@ -122,7 +122,7 @@ def flash_dmattn_with_kvcache(
         raise ValueError(
             "score_cache: got None, expected the scores that keep_window_size chooses by"
         )
-    _check_backend(query, backend)
+    backend = _check_backend(query, backend)
     out, lse = _attend_to_all_keys(query, cache, new, rule, numerics, scores_are_bias, backend)
     return (out, lse) if return_lse else out
 
@@ -213,10 +213,11 @@ def _check_all_keys(query: Tensor, cache: _AllKeys, new: _NewTokens) -> None:
         check_lengths(cache_leftpad, "cache_leftpad", batch, size, device)
 
 
-def _check_backend(query: Tensor, backend: str) -> None:
-    check_device(query, backend)
+def _check_backend(query: Tensor, backend: str) -> str:
+    backend = check_device(query, backend)
     if backend not in ("", *IN_PYTHON) and not torch.compiler.is_compiling():
         check_backend_runs(backend)
+    return backend
 
 
 def _write_tokens(cache: _AllKeys, new: _NewTokens) -> None:
