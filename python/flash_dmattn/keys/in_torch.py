@@ -284,8 +284,8 @@ def _keep_best_of_one_order(scores: Tensor, allowed: Tensor, count: int) -> Tens
     length = allowed.shape[-1]
     newest_first = (scores + 0.0).flip(-1)  # some sorts put 0 before -0
     order = length - 1 - newest_first.argsort(dim=-1, descending=True, stable=True)
-    places = torch.arange(length, device=order.device).expand_as(order)
-    rank = torch.empty_like(order).scatter_(-1, order, places)
+    ranks = torch.arange(length, device=order.device).expand_as(order)
+    rank = torch.empty_like(order).scatter_(-1, order, ranks)
     shape = torch.broadcast_shapes(order.shape, allowed.shape)
     best_first = allowed.expand(shape).gather(-1, order.expand(shape))
     last_kept = (best_first.cumsum(-1, dtype=torch.int32) < count).sum(-1, keepdim=True)

@@ -214,8 +214,8 @@ class DynamicMaskLayer(CacheLayerMixin):
                 gather_columns(query, columns, 1), *tokens.at(columns)[:3],
                 lengths=tokens.present.sum(1, dtype=torch.int32), **keywords,
             )  # fmt: skip
-            places = columns.argsort(1)
-            out, lse = gather_columns(out, places, 1), gather_columns(lse, places, 2)
+            inverse = columns.argsort(1)
+            out, lse = gather_columns(out, inverse, 1), gather_columns(lse, inverse, 2)
         self._count_tokens(length)
         return out, lse
 

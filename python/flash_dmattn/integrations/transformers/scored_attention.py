@@ -106,15 +106,17 @@ def attend_to_chosen(
     key: Tensor,
     value: Tensor,
     visible: Visible,
-    used: KeyScores,
+    key_scores: KeyScores,
     options: LayerOptions,
 ) -> Tensor:
     """Computes attention of queries [B, Sq, Hq, D] to the visible keys that the rule chooses. Returns [B, Sq, Hq, D]."""
-    order = _token_order(used, visible, query.shape[1])
-    chosen = _choose(query, key, used, visible, order, options.memo)
-    if used.bias is None and order is not None:
+    order = _token_order(key_scores, visible, query.shape[1])
+    chosen = _choose(query, key, key_scores, visible, order, options.memo)
+    if key_scores.bias is None and order is not None:
         chosen, order = Visible(intervals=order.restore_intervals(chosen.intervals)), None
-    return _attend(query, key, value, chosen, _bias(used, visible), used.delay, order, options)
+    return _attend(
+        query, key, value, chosen, _bias(key_scores, visible), key_scores.delay, order, options
+    )
 
 
 def attend_to_visible(
@@ -122,15 +124,15 @@ def attend_to_visible(
     key: Tensor,
     value: Tensor,
     visible: Visible,
-    used: KeyScores,
+    key_scores: KeyScores,
     options: LayerOptions,
 ) -> Tensor:
     """Computes attention to all visible keys. Scores act only as the bias. Shapes as in `attend_to_chosen`."""
-    bias, order = _bias(used, visible), None
+    bias, order = _bias(key_scores, visible), None
     if bias is not None:
-        order = _token_order(used, visible, query.shape[1])
+        order = _token_order(key_scores, visible, query.shape[1])
         visible = visible if order is None else order.align_visible(visible)
-    return _attend(query, key, value, visible, bias, used.delay, order, options)
+    return _attend(query, key, value, visible, bias, key_scores.delay, order, options)
 
 
 def _attend(
@@ -159,10 +161,10 @@ def _attend(
 # ---- Which keys a query sees ------------------------------------------------------------------------
 
 
-def _token_order(used: KeyScores, visible: Visible, query_length: int) -> TokenOrder | None:
+def _token_order(key_scores: KeyScores, visible: Visible, query_length: int) -> TokenOrder | None:
     """Returns the order in which columns count tokens for the rule's recent window; None: they do already."""
     mask, _, shown, _ = visible
-    if not counts_tokens(used.rule):
+    if not counts_tokens(key_scores.rule):
         return None
     if shown is not None:
         present = shown.shown_keys()
@@ -172,29 +174,29 @@ def _token_order(used: KeyScores, visible: Visible, query_length: int) -> TokenO
         return None
     if present.shape[1] > 1:
         return None
-    return TokenOrder.of_padding(present[:, 0], query_length, used.first_query)
+    return TokenOrder.of_padding(present[:, 0], query_length, key_scores.first_query)
 
 
 def _choose(
     query: Tensor,
     key: Tensor,
-    used: KeyScores,
+    key_scores: KeyScores,
     visible: Visible,
     order: TokenOrder | None,
     memo: Memo | None,
 ) -> Visible:
     """Chooses keys among the visible ones. The result is in the given order."""
-    rule, scores = used.rule, used.scores.detach()
+    rule, scores = key_scores.rule, key_scores.scores.detach()
     # With all padding on the left, that after a static cache's last token too, the last query is at the last key.
     if order is not None:
         scores, visible = order.align(scores, 2), order.align_visible(visible)
-    elif used.first_query is not None:
+    elif key_scores.first_query is not None:
         chosen = select_key_intervals(
             scores,
             **rule._asdict(),
             key_mask=None if visible.mask is None else visible.mask[:, :, 0],
             query_length=query.shape[1],
-            query_position=used.first_query,
+            query_position=key_scores.first_query,
         )
         return Visible(intervals=chosen)
     is_dense = visible.mask is not None and visible.mask.shape[2] > 1
@@ -206,12 +208,12 @@ def _choose(
     return select_visible(rule, scores, query, key, None, visible, by_operator=False, memo=memo)
 
 
-def _bias(used: KeyScores, visible: Visible) -> Tensor | None:
+def _bias(key_scores: KeyScores, visible: Visible) -> Tensor | None:
     """Returns the bias, 0 for the sinks of each document, because their scores decide nothing.
 
     visible: what the layer's mask shows. In a dense mask, a document begins where a query sees only itself.
     """
-    bias, sinks = used.bias, used.rule.sink_tokens
+    bias, sinks = key_scores.bias, key_scores.rule.sink_tokens
     if bias is None or not sinks:
         return bias
     if visible.intervals is not None:
@@ -230,6 +232,6 @@ def _bias(used: KeyScores, visible: Visible) -> Tensor | None:
 
 def _shown_before_documents(mask: Tensor, shown: Tensor) -> Tensor:
     """Returns, for each key, how many shown keys come before its document, [..., S]. mask: [..., S, S]."""
-    places = torch.arange(mask.shape[-1], device=mask.device)
-    begins = torch.where(mask.int().argmax(-1) == places, places, 0).cummax(-1).values
+    columns = torch.arange(mask.shape[-1], device=mask.device)
+    begins = torch.where(mask.int().argmax(-1) == columns, columns, 0).cummax(-1).values
     return F.pad(shown.cumsum(-1), (1, 0)).gather(-1, begins)

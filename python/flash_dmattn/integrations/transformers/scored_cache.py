@@ -17,7 +17,7 @@ from transformers.configuration_utils import PretrainedConfig
 from ..._core.checks import may_read
 from .compat import CACHE
 
-_PLACES = "flash_dmattn_score_layers"  # the attribute of a cache: {number of a layer: place of its scores in cache.layers}
+_INDICES = "flash_dmattn_score_layers"  # the attribute of a cache: {number of a layer: index of its scores in cache.layers}
 
 
 def check_cache(cache: object) -> None:
@@ -70,22 +70,22 @@ def store_scores(
 
     Returns the scores of all keys, [B, Hkv, Sk], or None if some keys came without scores.
     """
-    places = vars(cache).setdefault(_PLACES, {})
-    if index not in places:
+    indices = vars(cache).setdefault(_INDICES, {})
+    if index not in indices:
         if not (state.is_empty or (state.position is None and keys.shape[2] == scores.shape[2])):
             return None
         if cache.layer_class_to_replicate is not None:  # layers are made when they are used
             while len(cache.layers) < config.num_hidden_layers:
                 cache.layers.append(cache.layer_class_to_replicate())
-        places[index] = len(cache.layers)
+        indices[index] = len(cache.layers)
         cache.layers.append(_layer_of_scores(cache.layers[index]))
-    layer = cache.layers[places[index]]
+    layer = cache.layers[indices[index]]
     if not _lacks_scores(layer, state):
         states = scores[..., None]
         stored, _ = layer.update(states, states, *state.arguments)
         if stored.shape[2] == keys.shape[2]:
             return stored[..., 0]
-    places.pop(index)
+    indices.pop(index)
     layer.reset()
     return None
 

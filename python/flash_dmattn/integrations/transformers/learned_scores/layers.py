@@ -239,25 +239,29 @@ class ScoreCall:
                 )
             gates = scoring.record.gates(scores, scoring.temperature)
             bias = self._of_keys(scores - layer.scorer.first_score if gates is scores else gates)
-            used = KeyScores(rule, scores, bias, rule.recent_window)
-            return attend_to_visible(*states, visible_elements(mask, query, key), used, options)
+            key_scores = KeyScores(rule, scores, bias, rule.recent_window)
+            return attend_to_visible(
+                *states, visible_elements(mask, query, key), key_scores, options
+            )
         scores = self._of_keys(scores)
         bias = bias_to_learn(scores)
         delay = 0 if bias is None else rule.recent_window
-        used = KeyScores(rule, scores, bias, delay, self.first_query)
+        key_scores = KeyScores(rule, scores, bias, delay, self.first_query)
         is_static = self.first_query is not None
         is_prompt = self.state is not None and (
             self.state.is_empty if is_static else queries == keys
         )
         if scoring.dense_prefill and is_prompt:
-            return attend_to_visible(*states, visible_elements(mask, query, key), used, options)
+            return attend_to_visible(
+                *states, visible_elements(mask, query, key), key_scores, options
+            )
         # Intervals over keys of a cache are causality and padding; so are the masks of a static cache, others raise.
         of_cache = self.cache is not None and queries < keys and isinstance(mask, KeyIntervals)
         if mask is None or is_static or of_cache:
             visible = visible_tokens(mask, self.first_query)
         else:
             visible = visible_elements(mask, query, key)
-        return attend_to_chosen(*states, visible, used, options)
+        return attend_to_chosen(*states, visible, key_scores, options)
 
     def _attend_to_slots(
         self,
