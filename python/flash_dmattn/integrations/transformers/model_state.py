@@ -24,13 +24,11 @@ def add_hook(module: nn.Module, hook: Callable, after: bool = False) -> None:
     """Runs a hook, which takes keywords, before each forward of a module, or after it, with the output None if it raised. A
     module gets each hook once."""
     handles = vars(module).setdefault(_HANDLES, {})
-    if _name(hook) in handles:
-        return
-    if after:
-        handle = module.register_forward_hook(hook, with_kwargs=True, always_call=True)
-    else:
-        handle = module.register_forward_pre_hook(hook, with_kwargs=True)
-    handles[_name(hook)] = handle
+    if _name(hook) not in handles:
+        register, options = module.register_forward_pre_hook, {}
+        if after:
+            register, options = module.register_forward_hook, {"always_call": True}
+        handles[_name(hook)] = register(hook, with_kwargs=True, **options)
 
 
 def remove_hooks(module: nn.Module, *hooks: Callable) -> None:
