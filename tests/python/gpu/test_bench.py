@@ -9,7 +9,7 @@ from harness.case import DENSE, GLOBAL, KINDS, PER_QUERY, Case
 from harness.cases import decode
 
 
-@pytest.mark.parametrize("case", ["decode", "host", "serving", "dynamic_mask"])
+@pytest.mark.parametrize("case", ["decode", "host", "dynamic_mask"])
 def test_case_has_rows_on_a_gpu(case, monkeypatch, tmp_path):
     monkeypatch.setattr(decode, "cache_bytes", lambda device: 1 << 18)
     monkeypatch.setattr(decode, "_GPU_COPY_BYTES", 1 << 18)
