@@ -9,10 +9,11 @@ methods of `PreTrainedModel`; nothing else of transformers is changed, then or l
 import copy
 import functools
 import inspect
-from collections.abc import Callable, Collection, Mapping
+from collections.abc import Callable, Collection, Iterator, Mapping
 from functools import partial
 
 import torch
+from torch import nn
 from transformers import PreTrainedModel, cache_utils
 from transformers.cache_utils import Cache
 from transformers.configuration_utils import PretrainedConfig
@@ -112,6 +113,34 @@ def _init_continuous_batching(model: PreTrainedModel, names: Collection[str], *a
     return type(model).init_continuous_batching(model, *args, **kwargs)
 
 
+# ---- Parameters that are elsewhere ------------------------------------------------------------------
+
+# The attribute of a module where accelerate keeps its hook, of which nothing public tells. Remove when a public function says
+# where a module computes.
+_HOOK = "_hf_hook"
+
+
+def device_of(layer: nn.Module) -> torch.device:
+    """Returns the device where a layer computes. accelerate's hooks bring parameters there from the CPU or a disk."""
+    device = next(layer.parameters()).device
+    return device if device.type != "meta" else next(_execution_devices(layer), device)
+
+
+def _execution_devices(layer: nn.Module) -> Iterator[torch.device]:
+    for module in layer.modules():
+        hook = getattr(module, _HOOK, None)
+        for own in getattr(hook, "hooks", (hook,)):
+            device = getattr(own, "execution_device", None)
+            if device is not None:
+                yield torch.device(device)
+
+
+def is_offloaded(module: nn.Module) -> bool:
+    """Whether accelerate keeps parameters of a module on the CPU or a disk, and gives it empty ones on "meta"."""
+    is_meta = any(parameter.is_meta for parameter in module.parameters())
+    return is_meta and next(_execution_devices(module), None) is not None
+
+
 # ---- The name of an attention implementation --------------------------------------------------------
 
 
@@ -160,7 +189,7 @@ def store_name(config: PretrainedConfig, name: str) -> None:
     config._attn_implementation_internal = name
 
 
-def own_config(model: torch.nn.Module) -> None:
+def own_config(model: nn.Module) -> None:
     """Copies the configs that modules of a model hold. Another model may share them, and would change with them.
 
     4.57 to 5.24: the name of an implementation is in the config. Remove when it is in the model.

@@ -4,9 +4,7 @@ from __future__ import annotations
 
 import inspect
 import warnings
-from collections.abc import Iterator
 
-import torch
 from torch import nn
 from transformers import PreTrainedModel
 from transformers.configuration_utils import PretrainedConfig
@@ -186,27 +184,6 @@ def sizes_of(layer: nn.Module) -> tuple[int, int, int]:
         head_dim = config.hidden_size // config.num_attention_heads
     features = getattr(layer, "attention_hidden_size", config.hidden_size)
     return features, heads, heads * head_dim
-
-
-def device_of(layer: nn.Module) -> torch.device:
-    """Returns the device where a layer computes. accelerate's hooks bring parameters there from the CPU or a disk."""
-    device = next(layer.parameters()).device
-    return device if device.type != "meta" else next(_execution_devices(layer), device)
-
-
-def _execution_devices(layer: nn.Module) -> Iterator[torch.device]:
-    for module in layer.modules():
-        hook = getattr(module, "_hf_hook", None)
-        for own in getattr(hook, "hooks", (hook,)):
-            device = getattr(own, "execution_device", None)
-            if device is not None:
-                yield torch.device(device)
-
-
-def is_offloaded(module: nn.Module) -> bool:
-    """Whether accelerate keeps parameters of a module on the CPU or a disk, and gives it empty ones on "meta"."""
-    is_meta = any(parameter.is_meta for parameter in module.parameters())
-    return is_meta and next(_execution_devices(module), None) is not None
 
 
 def _window_of_its_own(layer: nn.Module) -> bool:

@@ -16,13 +16,13 @@ from ..._shared.config_rules import CONFIG_NAME, LearnedScores, make_rules
 from ..._shared.scorers import Scorer, check_scorer, make_scorer
 from ..compat import (
     allow_continuous_batching,
+    device_of,
     own_config,
     refuse_continuous_batching,
     store_name,
 )
 from ..families import (
     REASONS_AGAINST_SCORES,
-    device_of,
     is_attention,
     number_of,
     reason_against_scores,

@@ -14,7 +14,8 @@ from transformers import PreTrainedModel
 
 from ..._shared.config_rules import CONFIG_NAME, LearnedScores
 from ..._shared.scorers import Scorer
-from ..families import is_offloaded, number_in_name
+from ..compat import is_offloaded
+from ..families import number_in_name
 from .add import add_learned_scores, remove_learned_scores, scored_layers
 from .layers import has_scores
 
