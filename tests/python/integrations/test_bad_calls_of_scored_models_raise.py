@@ -104,6 +104,14 @@ def mask_of_texts(extra):
     return lambda model: torch.nn.functional.pad(mask, (0, extra))
 
 
+def intervals_of(extra, image):
+    """Intervals of two texts of 5 and 8 tokens, or of one whose first 5 tokens are an image and see each other."""
+    first, last = torch.arange(PROMPT), torch.full((PROMPT,), PROMPT)
+    (first if image else last)[:5] = 0 if image else 5
+    intervals = torch.nn.functional.pad(torch.stack([first, last], -1), (0, 0, 0, extra))
+    return lambda model: intervals.int().expand(B, 1, -1, -1)
+
+
 def additive(model):
     mask = torch.zeros(1, 1, PROMPT, PROMPT)
     mask[..., 1, 0] = -2
@@ -200,6 +208,8 @@ CALLS_OF_SCORES = [
     (f"^{CACHE}: got a static one", call_scored(past_key_values=static, phase="soft")),
     *((r"^attention_mask: got torch.bool of shape \(2, 1, 13, ", call_scored(past_key_values=cache, attention_mask=mask_of_texts(extra)))
       for cache, extra in ((slots, 0), (static, 3))),
+    *((r"^attention_mask: got torch.int32 of shape \(2, 1, 1[36], 2\)", call_scored(past_key_values=cache, attention_mask=intervals_of(extra, image)))
+      for cache, extra in ((slots, 0), (static, 3)) for image in (False, True)),
     # Budgets.
     ("^target: got a model without scores of a forward", lambda: budget_loss(make_scored(), 0.4)),
     ("^texts: got one of 9 tokens", divide(make_ids(B, 9), length=10)),

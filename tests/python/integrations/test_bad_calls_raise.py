@@ -11,7 +11,7 @@ from transformers.models.doge.modeling_doge import DogeAttention, DogeForSequenc
 
 from dense_attention import HKV, HQ, B, S, make_states
 from doge_generation import WINDOW, make_ids, make_model
-from flash_dmattn.integrations._shared.layer_call import causal_mask
+from flash_dmattn.integrations._shared.layer_call import causal_mask, intervals_of_documents
 from flash_dmattn.integrations.transformers import (
     DynamicMaskCache,
     enable_flash_dmattn,
@@ -234,6 +234,7 @@ CALLS_ON_SLOTS = [  # words, options of the cache, call
     (f"^{CACHE}: got 2 layers, expected more than 2", {}, read_into(num_hidden_layers=2)),
     # No mask over queries and keys describes slots that differ from head to head.
     (r"^attention_mask: got torch.bool of shape \(2, 1, 3, 23\)", {}, read(3, mask=torch.ones(B, 1, 3, TEXT + 3).bool())),
+    ("^attention_mask: got torch.int32", {}, read(3, mask=intervals_of_documents(torch.tensor([[0, 0, 1]] * B)))),
 ]  # fmt: skip
 SHORT_MASKS = [torch.ones(B, length, dtype=torch.long) for length in (1, TEXT - 1)]
 

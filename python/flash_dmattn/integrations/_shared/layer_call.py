@@ -200,13 +200,30 @@ def as_key_intervals(
 def present_tokens(mask: Tensor | KeyIntervals, length: int) -> Tensor:
     """Returns whether each new token of a cache of slots is not padding, bool [B, S]."""
     intervals = as_key_intervals(mask, length, length)
-    if intervals is None or (intervals.heads, intervals.key_length) != (1, length):
+    fits = intervals is not None and (intervals.heads, intervals.key_length) == (1, length)
+    if not fits or not shows_only_tokens(intervals):
         mask = mask if intervals is None else intervals.intervals
         raise ValueError(
             f"attention_mask: got {mask.dtype} of shape {tuple(mask.shape)}, expected padding [B, tokens]; slots of a "
             "DynamicMaskCache hold other positions for every head, which no mask over queries and keys describes"
         )
     return intervals.shown_keys()[:, 0]
+
+
+def shows_only_tokens(intervals: KeyIntervals, first_query: Tensor | int | None = None) -> bool:
+    """Whether intervals are causality and padding, so that `shown_keys` says all of them.
+
+    It reads them, except those of one query, as each step of a text has them. Where values may not be read, it is True.
+    first_query: the column of the first query, Sk - Sq by default.
+    """
+    if not may_read() or intervals.query_length == 1:
+        return True
+    if first_query is None:
+        first_query = intervals.key_length - intervals.query_length
+    first, last = intervals.intervals.unbind(-1)
+    own = torch.arange(intervals.key_length, device=first.device) - first_query
+    is_causal = (first.clamp(min=0) == own.clamp(min=0)) & (last >= intervals.query_length)
+    return bool((is_causal | (first >= last)).all())
 
 
 def _is_two_by_two_mask(mask: Tensor, query_length: int) -> bool:

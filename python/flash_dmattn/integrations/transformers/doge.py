@@ -208,7 +208,7 @@ class FlashDogeAttention(DogeAttention):
         def attend_to_tokens() -> torch.Tensor:
             visible = shown = _visible_elements(mask, query, key, memo)
             if context.mask_kind == "padded" and visible.intervals is not None:
-                visible = visible_tokens(visible.intervals)
+                visible = visible_tokens(visible.intervals, is_checked=True)
             bias = scores if self.round_scores_like_eager else with_zero_sum_gradient(scores)
             hides = key.shape[1] > self.keep_window_size
             attend = attend_to_chosen if hides else attend_to_visible

@@ -17,7 +17,7 @@ from ...keys.recognise import Memo
 from ...keys.rule import SelectionRule
 from ...keys.select import select_key_intervals, select_visible
 from ...keys.visible import Visible
-from .._shared.layer_call import normalize_mask
+from .._shared.layer_call import normalize_mask, shows_only_tokens
 from .token_order import TokenOrder, counts_tokens
 
 
@@ -72,17 +72,23 @@ def visible_elements(
 
 
 def visible_tokens(
-    mask: Tensor | KeyIntervals | None, first_query: Tensor | int | None = None
+    mask: Tensor | KeyIntervals | None,
+    first_query: Tensor | int | None = None,
+    *,
+    is_checked: bool = False,
 ) -> Visible:
-    """Returns what a mask shows that is known to be causality and padding: it needs no intervals.
+    """Returns what a mask shows that is causality and padding: it needs no intervals. Others raise.
 
     first_query: the column of the first query, in a static cache.
+    is_checked: whether intervals are known to be such a mask.
     """
     if mask is None:
         return Visible(is_causal=True)
     if isinstance(mask, KeyIntervals):
-        return Visible(mask.shown_keys()[:, :, None], True)
-    if mask.dim() == 4 and mask.shape[1] == 1 and not mask.is_floating_point():
+        if is_checked or shows_only_tokens(mask, first_query):
+            return Visible(mask.shown_keys()[:, :, None], True)
+        mask = mask.intervals
+    elif mask.dim() == 4 and mask.shape[1] == 1 and not mask.is_floating_point():
         mask = mask.bool()
         queries, keys = mask.shape[2:]
         if queries == 1:

@@ -20,7 +20,7 @@ from ....budgets import SoftScores
 from ....keys.intervals import KeyIntervals
 from ....keys.rule import SelectionRule
 from ....scores import bias_to_learn
-from ..._shared.layer_call import layer_arguments
+from ..._shared.layer_call import layer_arguments, shows_only_tokens
 from ..cache import DynamicMaskCache
 from ..cache_layer import DynamicMaskLayer
 from ..compat import CACHE, CACHE_NAMES
@@ -255,10 +255,10 @@ class ScoreCall:
             return attend_to_visible(
                 *states, visible_elements(mask, query, key), key_scores, options
             )
-        # Intervals over keys of a cache are causality and padding; so are the masks of a static cache, others raise.
+        # Masks of a static cache are causality and padding, others raise; so are nearly all intervals over keys of a cache.
         of_cache = self.cache is not None and queries < keys and isinstance(mask, KeyIntervals)
-        if mask is None or is_static or of_cache:
-            visible = visible_tokens(mask, self.first_query)
+        if mask is None or is_static or (of_cache and shows_only_tokens(mask)):
+            visible = visible_tokens(mask, self.first_query, is_checked=not is_static)
         else:
             visible = visible_elements(mask, query, key)
         return attend_to_chosen(*states, visible, key_scores, options)
@@ -280,7 +280,9 @@ class ScoreCall:
             if scoring.dense_prefill:
                 visible = visible_elements(mask, *states[:2])
                 return attend_to_visible(*states, visible, key_scores, options)
-            return attend_to_chosen(*states, visible_tokens(mask), key_scores, options)
+            return attend_to_chosen(
+                *states, visible_tokens(mask, is_checked=True), key_scores, options
+            )
 
         return self.slots.attend_call(
             scoring.rule, layer.layer_idx, states, of_keys, mask, options.numerics, attend_to_prompt,
