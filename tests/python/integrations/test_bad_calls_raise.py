@@ -14,6 +14,7 @@ from doge_generation import WINDOW, make_ids, make_model
 from flash_dmattn.integrations._shared.layer_call import causal_mask, intervals_of_documents
 from flash_dmattn.integrations.transformers import (
     DynamicMaskCache,
+    add_learned_scores,
     enable_flash_dmattn,
     key_interval_mask,
 )
@@ -248,17 +249,23 @@ SHORT_MASKS = [torch.ones(B, length, dtype=torch.long) for length in (1, TEXT - 
             for family in ("Doge", "Llama")
             for mask in SHORT_MASKS
         ),
+        (IN_16_BITS, {}, read_in_bfloat16(1), "late"),
+        ("^query: got a tensor that requires a gradient", {}, torch.enable_grad()(read()), "late"),
     ],
 )
 @torch.no_grad()
 def test_bad_call_with_a_cache_raises_and_leaves_the_cache(words, options, call, family):
     is_doge = family == "Doge"
     model = enable_flash_dmattn(make_model()) if is_doge else make_scored(rule="window")
+    if family == "late":
+        model = add_learned_scores(make_base(), keep_window_size=4, recent_window=3, late=True)
     cache = DynamicMaskCache(model.config, **options)
     read(TEXT)(model, cache)
     untouched = copy.deepcopy(cache)
     with pytest.raises(ERRORS, match=words):
         call(model, cache)
     assert int(cache.get_seq_length()) == TEXT
+    tensors = [cache.layers[0].slots.tensors, untouched.layers[0].slots.tensors]
+    assert all(map(torch.equal, *tensors))
     logits = [read()(model, c).logits for c in (cache, untouched)]
     assert torch.equal(*logits)

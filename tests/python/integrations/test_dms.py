@@ -1,6 +1,7 @@
 """Checkpoints and the training of DMS equal the formulas of NVIDIA's Model-Optimizer, written here with N×N masks."""
 
 import copy
+import itertools
 import math
 
 import pytest
@@ -138,6 +139,13 @@ def test_slots_of_late_scores_equal_all_keys_with_padding_drafts_and_a_cap(tmp_p
     alone = model.generate(ids[:1, 9:], past_key_values=DynamicCache(), **options)[:, -12:]
     ids[0, :9] = 0
     mask = (torch.arange(LENGTH) >= torch.tensor([[9], [0]])).long()
+    recorded, plain = caches = [DynamicMaskCache(model.config) for _ in range(2)]
+    recorded.activate_past_recording()
+    for start, end in itertools.pairwise([0, *range(25, LENGTH + 1)]):
+        part = {"input_ids": ids[:, start:end], "attention_mask": mask[:, :end]}
+        part["position_ids"] = (mask.cumsum(1) - mask)[:, start:end]
+        logits = [model(**part, past_key_values=cache).logits for cache in caches]
+        torch.testing.assert_close(*logits, **CLOSE)
     for rows, given in (
         (ids, {"attention_mask": mask}),
         (ids[:1, 9:], {"prompt_lookup_num_tokens": 3}),

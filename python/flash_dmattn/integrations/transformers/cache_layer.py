@@ -168,10 +168,7 @@ class DynamicMaskLayer(CacheLayerMixin):
             out = attend_to_prompt()
             self.fill(tokens)
             return out
-        if late_scores is not None:
-            self.prefetch()
-            self.slots.rescore_last(late_scores, None if present is None else present[:, 0])
-        out, lse = self.attend(query, tokens, numerics, scores_are_bias)
+        out, lse = self.attend(query, tokens, numerics, scores_are_bias, late_scores)
         return out if sink_logits is None else add_sink(out, lse, sink_logits)[0]
 
     def attend(
@@ -180,12 +177,14 @@ class DynamicMaskLayer(CacheLayerMixin):
         tokens: ScoredTokens,
         numerics: Numerics,
         scores_are_bias: bool = True,
+        late_scores: torch.Tensor | None = None,
     ) -> tuple[torch.Tensor, torch.Tensor]:
         """Adds tokens and computes their attention. Returns out [B, S, Hq, Dv] and its log-sum-exp [B, Hq, S].
 
         Args:
             query: [B, S, Hq, D].
             scores_are_bias: as in `KVSlots.step`.
+            late_scores: as in `attend_call`.
         """
         self._check_rows(query)
         length = query.shape[1]
@@ -198,6 +197,9 @@ class DynamicMaskLayer(CacheLayerMixin):
         keywords = {"scale": numerics.scale, "softcap": numerics.softcap}
         keywords |= {"scores_are_bias": scores_are_bias, "return_lse": True}
         self.prefetch()
+        if late_scores is not None:
+            self.slots._check_tokens(*tokens[:3], query, key_mask=tokens.present)
+            self._rescore_last(late_scores, tokens.present)
         self._make_room(length)
         has_order = self._have_order(tokens)
         if self.record_past:
@@ -218,6 +220,14 @@ class DynamicMaskLayer(CacheLayerMixin):
             out, lse = gather_columns(out, inverse, 1), gather_columns(lse, inverse, 2)
         self._count_tokens(length)
         return out, lse
+
+    def _rescore_last(self, scores: torch.Tensor, present: torch.Tensor | None) -> None:
+        """Gives the last keys the scores [B, Hkv] that the first of new columns makes, unless it is padding in their row."""
+        self.slots.rescore_last(scores, None if present is None else present[:, 0])
+        if self._recorded is not None:
+            inverse = tokens_first(self._recorded.present).argsort(1)
+            scores = gather_columns(self.slots._pending_of(self.slots.scores), inverse, 2)
+            self._recorded = self._recorded._replace(scores=scores)
 
     def _step_of_tokens(
         self, query: torch.Tensor, tokens: ScoredTokens, *options
