@@ -1,6 +1,7 @@
 """The attention function that transformers' models call equals N x N maths for every form of mask, bias and packed sequences."""
 
 import ctypes
+from types import SimpleNamespace
 
 import pytest
 import torch
@@ -144,6 +145,22 @@ def test_float32_inputs_are_cast_to_the_dtype_of_layer_or_autocast():
     with torch.autocast("cpu", torch.bfloat16):
         assert attend(*states, None, module=layer).dtype == torch.bfloat16
     assert attend(*states, None, module=layer.bfloat16()).dtype == torch.bfloat16
+
+
+@pytest.mark.parametrize("stored", [torch.uint8, torch.float8_e4m3fn])
+@pytest.mark.parametrize("name", ["_is_quantized", "_pre_quantization_dtype", None])
+def test_float32_inputs_of_a_quantized_layer_get_the_dtype_of_its_config_or_of_other_weights(
+    name, stored
+):
+    """transformers 5 sets the first name, and 4.57 the second one. Scorers are float32."""
+    layer = torch.nn.ModuleDict({part: torch.nn.Linear(4, 4) for part in ("scorer", "q", "o")})
+    layer.q.weight = torch.nn.Parameter(torch.zeros(4, 4, dtype=stored), requires_grad=False)
+    layer.config = SimpleNamespace(dtype=torch.bfloat16)
+    if name is None:
+        layer.o.bfloat16()
+    else:
+        setattr(layer.config, name, torch.bfloat16)
+    assert attend(*make_states(), None, module=layer).dtype == torch.bfloat16
 
 
 @pytest.mark.parametrize("form", ["causality", "padded", "intervals"])

@@ -378,9 +378,10 @@ def allows_all(key_mask: Tensor) -> bool:
 
 
 def target_dtype(module: torch.nn.Module, query: Tensor) -> torch.dtype | None:
-    """Returns the dtype to which a float32 query is cast: autocast's dtype, or else the dtype of the layer's weights.
+    """Returns the dtype to which a float32 query is cast: autocast's dtype, or else that of a quantized model's config or of
+    the layer's weights.
 
-    Returns None for queries of other dtypes.
+    Returns None for queries of other dtypes, and without a weight of the base model of 16 bits or more.
     """
     if query.dtype != torch.float32:
         return None
@@ -390,8 +391,15 @@ def target_dtype(module: torch.nn.Module, query: Tensor) -> torch.dtype | None:
     config = getattr(module, "config", None)
     if hasattr(config, "_pre_quantization_dtype"):  # of a quantized model, until transformers 4.57
         return config._pre_quantization_dtype
-    weights = (m.weight for m in module.modules() if isinstance(m, torch.nn.Linear))
-    return next((w.dtype for w in weights if w.is_floating_point()), None)
+    if hasattr(config, "_is_quantized"):  # in later versions
+        return config.dtype
+    scorer = getattr(module, "scorer", None)
+    own = set(scorer.modules()) if isinstance(scorer, torch.nn.Module) else ()
+    weights = (
+        m.weight for m in module.modules() if isinstance(m, torch.nn.Linear) and m not in own
+    )
+    # Weights of 8 bits are no dtype of states.
+    return next((w.dtype for w in weights if w.is_floating_point() and w.itemsize > 1), None)
 
 
 def cast_states(
