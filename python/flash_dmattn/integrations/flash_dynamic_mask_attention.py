@@ -49,7 +49,7 @@ def flash_dynamic_mask_attention_forward(
         softcap: c > 0 turns scores x into c tanh(x/c).
         dropout: only 0 is possible.
         kwargs: `sliding_window`; `position_ids`, `cu_seq_lens_q` and so on for packed sequences; bookkeeping
-            of transformers. Others raise.
+            of transformers. Others raise, and unknown scalars warn.
 
     Returns output [B, Sq, Hq, D], and None in the place of the attention probabilities. Raises ValueError or TypeError that names
     the argument, as `_flash_dynamic_mask_attention_forward` does.

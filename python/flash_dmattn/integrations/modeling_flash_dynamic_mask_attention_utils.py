@@ -56,7 +56,7 @@ def _flash_dynamic_mask_attention_forward(
         keep_window_size: how many keys a query keeps; alias: `window_size`.
         target_dtype: see `cast_states`.
         implementation: without effect.
-        kwargs: others raise, except bookkeeping of transformers.
+        kwargs: others raise, except bookkeeping of transformers; unknown scalars warn.
             position_ids: int [1 or B, Sq]; if Sq = Sk and they begin again, the row packs several sequences. A mask with a
                 query dimension includes this; together with other padding it raises.
             cu_seq_lens_q, cu_seq_lens_k: int32 [sequences + 1], offsets of packed sequences over all rows one after the

@@ -1,6 +1,7 @@
 """The attention function that transformers' models call equals N x N maths for every form of mask, bias and packed sequences."""
 
 import ctypes
+import warnings
 from types import SimpleNamespace
 
 import pytest
@@ -22,9 +23,10 @@ from dense_attention import (
 )
 from flash_dmattn import flash_dmattn_func, prefix_lm, sliding_window
 from flash_dmattn.integrations._shared.layer_call import BOOKKEEPING, causal_mask
-from flash_dmattn.integrations.transformers import NAME
+from flash_dmattn.integrations.transformers import NAME, key_interval_mask
 from largest_tensor import LargestTensor
 from peak_memory import run_measured
+from scored_models import make_base, make_ids
 
 CAUSAL = causal_mask(B, None)
 OFFSETS = torch.tensor([0, 20, 21, S, 70, B * S], dtype=torch.int32)
@@ -119,6 +121,24 @@ def test_what_the_mask_contains_changes_nothing():
         for mask in (CAUSAL, None):
             out = attend(*states, mask, module=layer, position_ids=positions, **ignored)
             assert torch.equal(out, attend(*states, mask))
+
+
+@pytest.mark.parametrize("value", [True, 3, 0.5, "a"])
+def test_unknown_flag_changes_nothing_and_warns_once(value):
+    states, flag = make_states(), {f"new_flag_{value}": value}
+    model = make_base("Llama")
+    model.set_attn_implementation(NAME)
+    expected = model(make_ids()).logits
+    with pytest.warns(UserWarning, match=f"^new_flag_{value}: got an unknown keyword") as warned:
+        out = attend(*states, CAUSAL, **flag)
+    torch._dynamo.reset()
+    with warnings.catch_warnings():
+        warnings.simplefilter("error", UserWarning)
+        assert torch.equal(model(make_ids(), **flag).logits, expected)
+        assert torch.equal(key_interval_mask(B, S, S, **flag), CAUSAL)
+        compiled = torch.compile(attend, backend="eager", fullgraph=True)
+        assert torch.equal(out, compiled(*states, CAUSAL, **flag))
+    assert len(warned) == 1 and torch.equal(out, attend(*states, CAUSAL))
 
 
 def test_options_of_a_call_are_followed():

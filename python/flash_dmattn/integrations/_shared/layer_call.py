@@ -1,5 +1,7 @@
 """A call of transformers' attention functions: its keywords, its mask, packed sequences, and query, key and value."""
 
+import difflib
+import functools
 import warnings
 from collections.abc import Mapping, Sequence
 
@@ -41,6 +43,11 @@ _REASONS = {
         ("block_table", "cache", "cache_seqlens", "logits_indices", "page_table", "read_index", "write_index"), _PAGED
     ),
 }  # fmt: skip
+# Names of settings that change attention. A scalar of such a name, or of a similar one, is never ignored.
+_CHANGES = (
+    "attention_chunk_size", "dropout", "is_causal", "keep_window_size", "scale", "scaling", "sliding_window", "softcap",
+    "softmax_scale", "window_size",
+)  # fmt: skip
 PACKED_KEYWORDS = ("cu_seq_lens_q", "cu_seq_lens_k", "max_length_q", "max_length_k")
 
 
@@ -55,7 +62,7 @@ def check_probabilities(dropout: float, keywords: dict) -> None:
 
 
 def check_keywords(keywords: Mapping[str, object]) -> None:
-    """Raises ValueError or TypeError for a keyword that is neither None nor bookkeeping."""
+    """Raises ValueError or TypeError for a keyword that is neither None nor bookkeeping, as `check_known_keywords`."""
     for name, value in keywords.items():
         if value is not None and name in _REASONS:
             raise ValueError(
@@ -66,12 +73,34 @@ def check_keywords(keywords: Mapping[str, object]) -> None:
 
 
 def check_known_keywords(keywords: Mapping[str, object], known: frozenset[str]) -> None:
-    """Raises TypeError for a keyword that is neither None nor known."""
+    """Raises TypeError for a keyword that is neither None nor known. Warns once of a scalar whose name is like that of no
+    setting of attention: flags of a later transformers reach every layer."""
     for name, value in keywords.items():
-        if value is not None and name not in known:
+        if value is None or name in known:
+            continue
+        if not isinstance(value, (bool, int, float, str)) or not _may_ignore(name):
             raise TypeError(
                 f"{name}: got an unknown keyword, which could change the result, expected one of {', '.join(sorted(known))}"
             )
+
+
+def _may_ignore(name: str) -> bool:
+    """Whether the name of a scalar is like that of no setting of attention. Warns once if so."""
+    return _warn_of_flag(name)
+
+
+_may_ignore._dynamo_marked_constant = True  # compiled code does not trace it
+
+
+@functools.cache
+def _warn_of_flag(name: str) -> bool:
+    if difflib.get_close_matches(name, _CHANGES, cutoff=0.8):
+        return False
+    warnings.warn(
+        f"{name}: got an unknown keyword, which flash_dmattn ignores; a later transformers may have added it",
+        stacklevel=2,
+    )
+    return True
 
 
 def check_mask_keywords(keywords: Mapping[str, object], has_mask: bool) -> None:

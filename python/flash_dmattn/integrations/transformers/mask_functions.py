@@ -50,7 +50,8 @@ def key_interval_mask(
         attention_mask: padding, bool [B, positions], True for real tokens; missing ones are padding.
         allow_is_bidirectional_skip: a mask that allows everything may be None.
         use_vmap: `mask_function` is custom and takes scalars; its mask is built and then read.
-        kwargs: known arguments of transformers' other mask functions, ignored; others raise.
+        kwargs: known arguments of transformers' other mask functions, ignored. Other scalars warn once; other tensors and
+            functions raise.
 
     Returns:
         One of:
@@ -60,7 +61,7 @@ def key_interval_mask(
             bool [B, 1, Sq, Sk], if no intervals describe the mask, or if a single query sees the future.
 
     Raises:
-        TypeError: an unknown keyword; padding of floating point.
+        TypeError: an unknown keyword that is no scalar, or is like a setting of attention; padding of floating point.
     """
     check_known_keywords(kwargs, _IGNORED_KEYWORDS)
     if attention_mask is not None and attention_mask.is_floating_point():
