@@ -48,6 +48,35 @@ def test_import_patches_only_two_methods_and_generation_none():
     assert by_generation == ""
 
 
+@pytest.mark.parametrize(
+    "name", ["_check_and_adjust_attn_implementation", "get_correct_attn_implementation"]
+)
+def test_names_raise_where_transformers_lacks_a_method(name):
+    run = run_forked(f"""
+import sys; sys.path[:] = {sys.path}
+import transformers
+from transformers.masking_utils import ALL_MASK_ATTENTION_FUNCTIONS
+from transformers.modeling_utils import ALL_ATTENTION_FUNCTIONS, PreTrainedModel
+from transformers_members import changed_members, members
+model = transformers.DogeForCausalLM(transformers.DogeConfig(
+    vocab_size=8, hidden_size=8, intermediate_size=8, num_hidden_layers=1, num_attention_heads=2))
+delattr(PreTrainedModel, {name!r})
+before, config = members(), model.config
+import flash_dmattn.integrations.transformers as ours
+assert not list(changed_members(before)) and not hasattr(PreTrainedModel, {name!r})
+for call in (
+    ALL_ATTENTION_FUNCTIONS[ours.NAME], ALL_MASK_ATTENTION_FUNCTIONS[ours.NAME], lambda: ours.enable_flash_dmattn(model),
+):
+    try:
+        call()
+    except RuntimeError as error:
+        print(error)
+assert model.config is config
+""")
+    words = f"transformers: got version {transformers.__version__} without PreTrainedModel.{name}, "
+    assert run.stdout.count(words) == 3
+
+
 def test_model_of_the_same_config_stays_as_it_is():
     config = make_config("Doge")
     first, second = DogeForCausalLM(config), DogeForCausalLM(config)

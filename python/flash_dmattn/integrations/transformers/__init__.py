@@ -20,7 +20,7 @@ from transformers import AttentionInterface, AttentionMaskInterface
 from ...budgets import KeyBudgets
 from .attention import attention_forward
 from .cache import DynamicMaskCache
-from .compat import wrap_implementation_setter
+from .compat import check_methods, wrap_implementation_setter
 from .doge import doge_scores
 from .enable import enable_flash_dmattn, resolve_name
 from .learned_scores.add import add_learned_scores, remove_learned_scores, set_score_phase
@@ -54,10 +54,9 @@ __all__ = [
     "set_score_phase",
 ]
 
-for _name in (*NAMES, DOGE_NAME, SCORED_NAME):
-    AttentionInterface.register(_name, attention_forward)
-    AttentionMaskInterface.register(
-        _name, registered_attention_mask if _name in NAMES else key_interval_mask
-    )
 # At import, because from_pretrained(..., attn_implementation=NAME) calls nothing of this package before these methods.
-wrap_implementation_setter(resolve_name, {NAME: NAMES[-1]})
+_is_wrapped = wrap_implementation_setter(resolve_name, {NAME: NAMES[-1]})
+for _name in (*NAMES, DOGE_NAME, SCORED_NAME):
+    _mask = registered_attention_mask if _name in NAMES else key_interval_mask
+    AttentionInterface.register(_name, attention_forward if _is_wrapped else check_methods)
+    AttentionMaskInterface.register(_name, _mask if _is_wrapped else check_methods)

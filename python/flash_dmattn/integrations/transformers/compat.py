@@ -13,6 +13,7 @@ from collections.abc import Callable, Collection, Iterator, Mapping
 from functools import partial
 
 import torch
+import transformers
 from torch import nn
 from transformers import PreTrainedModel, cache_utils
 from transformers.cache_utils import Cache
@@ -144,9 +145,23 @@ def is_offloaded(module: nn.Module) -> bool:
 # ---- The name of an attention implementation --------------------------------------------------------
 
 
+_METHODS = "_check_and_adjust_attn_implementation", "get_correct_attn_implementation"
+
+
+def check_methods(*args, **kwargs) -> None:
+    """Raises RuntimeError if transformers lacks a method that `wrap_implementation_setter` wraps. It takes the arguments of
+    attention and mask functions, in whose place it is registered then."""
+    missing = [name for name in _METHODS if not hasattr(PreTrainedModel, name)]
+    if missing:
+        raise RuntimeError(
+            f"transformers: got version {transformers.__version__} without PreTrainedModel.{missing[0]}, expected one with it, as "
+            "5.24: this flash_dmattn cannot check that its attention equals the model's own"
+        )
+
+
 def wrap_implementation_setter(
     resolve: Callable[[PreTrainedModel, str], str | None], aliases: Mapping[str, str]
-) -> None:
+) -> bool:
     """Lets `resolve(model, name)` replace the name of an attention implementation when it is set for a model.
 
     4.57 to 5.24: registries give a function for a name, and get neither the model nor a say in the name. A check at the first
@@ -156,7 +171,11 @@ def wrap_implementation_setter(
     would ignore the name. Both methods are needed: the second one alone gets the names of the parts of a model. #38974 made the
     setter public, so that models can refuse a name, but not implementations; #36609 (open) asks for attention functions that
     wrap others. Remove when `AttentionInterface` has a hook that gets the model.
+
+    Returns False, and wraps nothing, if a later transformers lacks one of the methods.
     """
+    if not all(hasattr(PreTrainedModel, name) for name in _METHODS):
+        return False
     check = PreTrainedModel._check_and_adjust_attn_implementation
 
     @functools.wraps(check)
@@ -172,6 +191,7 @@ def wrap_implementation_setter(
         return name or original(self, requested_attention, *args, **kwargs)
 
     PreTrainedModel.get_correct_attn_implementation = get_correct_attn_implementation
+    return True
 
 
 def can_set_implementation(model: PreTrainedModel) -> bool:
@@ -194,6 +214,7 @@ def own_config(model: nn.Module) -> None:
 
     4.57 to 5.24: the name of an implementation is in the config. Remove when it is in the model.
     """
+    check_methods()  # a name follows
     copies: dict[int, object] = {}
     for module in model.modules():
         config = vars(module).get("config")
