@@ -146,7 +146,8 @@ def evaluate(model: Model, form: str, held_out: Tensor, o: argparse.Namespace) -
         ids, last = held_out[None, start : start + n + 1].long(), {}
         with collected_scores([layer.scores for layer in layers]) as scores:
             losses.append(model(ids).cpu())
-        seen.append(torch.stack(list(map(seen_keys, layers, scores))) if scores else plain)
+        runs = [layer[0] for layer in scores if layer]
+        seen.append(torch.stack(list(map(seen_keys, layers, runs))) if runs else plain)
         for t, trigram in enumerate(ids[0].unfold(0, 3, 1).tolist(), start=1):  # of losses
             if t - last.get(tuple(trigram), t) > n // 8:
                 far.append(losses[-1][t])

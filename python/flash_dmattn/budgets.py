@@ -34,7 +34,8 @@ class KeyBudgets:
     recent_window, sink_tokens: every head also sees these keys, as in KeyRule.
     length: the number of tokens at which the caps were measured.
     means: the mean number of old keys of each head above the threshold, [layers, heads], for several numbers of tokens.
-    key_bytes: the memory of one key and its value in one head of each layer, in bytes.
+    key_bytes: the memory of one key and its value in one head of each layer, in bytes, in all caches of a layer that runs several
+        times.
     """
 
     threshold: float
@@ -243,23 +244,23 @@ class SoftScores:
 
 
 @contextmanager
-def collected_scores(scorers: Sequence[nn.Module]) -> Iterator[list[Tensor]]:
-    """Collects the scores [heads, S] that each scorer makes of a single sequence, on the CPU."""
-    scores: list[Tensor] = []
+def collected_scores(scorers: Sequence[nn.Module]) -> Iterator[list[list[Tensor]]]:
+    """Collects for each scorer the scores [heads, S] that each of its runs makes of a single sequence, on the CPU."""
+    runs: dict[nn.Module, list[Tensor]] = {scorer: [] for scorer in scorers}
 
     def collect(scorer: nn.Module, args: tuple, out: Tensor) -> None:
-        scores.append(out[0].detach().float().cpu())
+        runs[scorer].append(out[0].detach().float().cpu())
 
-    hooks = [scorer.register_forward_hook(collect) for scorer in scorers]
+    hooks = [scorer.register_forward_hook(collect) for scorer in runs]
     try:
-        yield scores
+        yield list(runs.values())
     finally:
         for hook in hooks:
             hook.remove()
 
 
 def divide_scores(
-    texts: Sequence[Sequence[Tensor]],
+    texts: Sequence[Sequence[Tensor | Sequence[Tensor]]],
     mean_keys: float,
     recent_window: int,
     sink_tokens: int,
@@ -271,44 +272,59 @@ def divide_scores(
     """Returns the division of one budget by the scores of sample texts of one length.
 
     Args:
-        texts: the scores [H, S] of each layer, for each text.
+        texts: for each text the scores of each layer, [H, S], or those of each run of a layer that runs several times. Runs
+            count like texts, and the layer's caps hold for all of them.
         mean_keys: the mean number of keys of a head at length S, sinks and recent keys included.
         recent_window, sink_tokens: of the rule.
         quantile: of a head's count over the texts, which becomes its cap.
         bound: the largest sum of the caps, as a multiple of the budget's old keys. Above it the largest caps are lowered to one
             number.
-        key_bytes: for KeyBudgets.
+        key_bytes: for KeyBudgets, of a single run.
     """
-    length, always = texts[0][0].shape[1], recent_window + sink_tokens
+    layers = []  # [texts and runs, H, S] of each layer
+    for number, of_layer in enumerate(zip(*texts, strict=True)):
+        runs = [run for of_text in of_layer for run in _runs(of_text)]
+        if not runs:
+            raise ValueError(
+                f"texts: got forwards without scores of layer {number}, expected scores of every layer"
+            )
+        layers.append(torch.stack(runs).float().cpu())
+    length, always = layers[0].shape[2], recent_window + sink_tokens
     old_keys = mean_keys - always
     if not 0 < old_keys <= length - always:
         raise ValueError(
             f"mean_keys: got {mean_keys} for texts of {length} tokens with {recent_window} recent keys and {sink_tokens} sinks, "
             f"expected more than {always}, at most {length}"
         )
-    heads = [layer.shape[0] for layer in texts[0]]
-    old = torch.stack([torch.cat(list(layers)).float().cpu() for layers in texts])
-    old = old[:, :, sink_tokens : length - recent_window]  # [texts, all heads, keys]
-    kept = min(old.numel(), max(1, round(old_keys * old.shape[0] * old.shape[1])))
-    threshold = old.flatten().kthvalue(old.numel() - kept + 1).values
-    is_kept = old >= threshold
+    old = [layer[:, :, sink_tokens : length - recent_window] for layer in layers]
+    pool = torch.cat([scores.flatten() for scores in old])
+    kept = min(len(pool), max(1, round(old_keys * (len(pool) // (length - always)))))
+    threshold = pool.kthvalue(len(pool) - kept + 1).values
+    is_kept = [scores >= threshold for scores in old]
     # No key above the threshold leaves without a cap, so the count at the last token is the largest of a text.
-    caps = is_kept.sum(2).double().quantile(quantile, 0, interpolation="higher")
+    counts = [keeps.sum(2).double() for keeps in is_kept]
+    caps = torch.cat([count.quantile(quantile, 0, interpolation="higher") for count in counts])
     caps = _lower_largest(caps, bound * old_keys * len(caps)).long()
-    means = {}
-    for part in (length // 4, length // 2, length):
-        if part > always:
-            mean = is_kept[:, :, : part - always].sum(2).double().mean(0)
-            means[part] = [layer.tolist() for layer in mean.split(heads)]
+    means = {
+        part: [keeps[:, :, : part - always].sum(2).double().mean(0).tolist() for keeps in is_kept]
+        for part in (length // 4, length // 2, length)
+        if part > always
+    }
     return KeyBudgets(
         threshold=threshold.item(),
-        caps=tuple(tuple(layer.tolist()) for layer in caps.split(heads)),
+        caps=tuple(tuple(layer.tolist()) for layer in caps.split([n.shape[1] for n in counts])),
         recent_window=recent_window,
         sink_tokens=sink_tokens,
         length=length,
         means=means,
-        key_bytes=tuple(key_bytes),
+        key_bytes=tuple(
+            size * len(layer) // len(texts) for size, layer in zip(key_bytes, layers, strict=False)
+        ),
     )
+
+
+def _runs(scores: Tensor | Sequence[Tensor]) -> Sequence[Tensor]:
+    return [scores] if isinstance(scores, Tensor) else scores
 
 
 def _lower_largest(caps: Tensor, total: float) -> Tensor:

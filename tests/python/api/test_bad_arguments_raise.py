@@ -109,6 +109,12 @@ def budget(call):
     return lambda: call(ScoreBudget(torch.nn.Sequential(old_keys(), old_keys())))
 
 
+def part_of_a_budget():
+    layers = torch.nn.ModuleList([old_keys(), old_keys()])
+    layers.forward = lambda hidden: layers[0](hidden)
+    ScoreBudget(layers).divide([torch.randn(1, 40, 32)], 12)
+
+
 @torch.no_grad()
 def step_in_soft_phase(tokens):
     layer = old_keys()
@@ -352,6 +358,7 @@ def step_in_soft_phase(tokens):
         (ValueError, "temperature: got 0.3 with the phase 'hard'", budget(lambda b: b.set_phase("hard", 0.3))),
         (RuntimeError, "target: got a model without scores", budget(lambda b: b.loss(0.1))),
         (ValueError, "texts: got none", budget(lambda b: b.divide([]))),
+        (ValueError, "texts: got forwards without scores of layer 1", part_of_a_budget),
         (ValueError, "mean_keys: got 5 for texts of 40", budget(lambda b: b.divide([torch.randn(1, 40, 32)], 5))),
         # A projection whose result has rows for other ranks' keys.
         (ValueError, "hidden, weight: got shapes", lambda: linear_with_headroom(HIDDEN, WEIGHT.t(), 3)),

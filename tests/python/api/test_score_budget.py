@@ -1,6 +1,7 @@
 """Layers of one's own share a budget: phases, the loss that closes gates, and keys by one threshold and caps."""
 
 import copy
+import math
 
 import pytest
 import torch
@@ -78,6 +79,32 @@ def test_divided_budget_shows_each_head_its_keys_and_its_cache_the_same():
                 part = layer(part, cache=cache)
             parts.append(part)
     torch.testing.assert_close(torch.cat(parts, 1), expected, atol=1e-5, rtol=1e-4)
+
+
+class InOrder(torch.nn.Module):
+    def __init__(self, layers, order):
+        super().__init__()
+        self.layers, self.order = layers, order
+
+    def forward(self, hidden):
+        for index in self.order:
+            hidden = self.layers[index](hidden)
+        return hidden
+
+
+@pytest.mark.parametrize("order", [(1, 0), (0, 1, 1)])
+def test_divided_caps_are_those_of_the_layer_whose_scores_they_count(order):
+    model, runs = InOrder(make_model(), order), {}
+    for layer in model.layers:
+        runs[layer.scores] = []
+        layer.scores.register_forward_hook(lambda scorer, _, out: runs[scorer].append(out[0]))
+    texts = list(hidden_of(6).split(1))
+    budgets = ScoreBudget(model).divide(texts, mean_keys=15, quantile=1.0, bound=math.inf)
+    for scores, caps in zip(runs.values(), budgets.caps, strict=True):
+        counts = (torch.stack(scores)[:, :, SINKS:-RECENT] >= budgets.threshold).sum(2)
+        assert counts.amax(0).tolist() == list(caps)
+    of_one_run = min(budgets.key_bytes)
+    assert budgets.key_bytes == tuple(of_one_run * order.count(i) for i in range(2))
 
 
 def test_training_closes_gates_to_the_target_and_copies_have_no_graph():

@@ -165,6 +165,18 @@ def test_model_under_its_divided_budget_equals_the_definition():
         assert layer.keys.shape[1:-1].numel() == sum(places) + parts
 
 
+def test_layers_that_run_twice_have_one_cap_for_each_head():
+    model = make_scored()
+    once = divided(model)
+    for layer in list(model.model.layers):
+        model.model.layers.append(layer)
+    model.config.num_hidden_layers *= 2
+    budgets = divided(model)
+    set_key_budgets(model, budgets)
+    assert [len(caps) for caps in budgets.caps] == [len(caps) for caps in once.caps]
+    assert budgets.key_bytes == tuple(2 * size for size in once.key_bytes)
+
+
 def test_budgets_are_saved_with_the_scores(tmp_path):
     model = make_scored()
     set_key_budgets(model, divided(model))
