@@ -17,7 +17,7 @@ from ._core.checks import (
     check_tensor,
     resolve_flag,
 )
-from ._core.kv_checks import check_like, check_mask
+from ._core.kv_checks import check_mask
 from .budgets import (
     BYTES_OF_SLOT,
     KeyBudgets,
@@ -65,8 +65,9 @@ class DynamicMaskAttention(nn.Module):
             embedding, or whatever else happens to queries and keys.
         device, dtype: device and dtype of the parameters.
 
-    Under a `ScoreBudget`, `state_dict()` contains the layer's rule too, as `_extra_state`, float64 [5 + heads_kv]. A layer
-    that loads it follows this rule, and its scores only choose keys. A state without it leaves the rule as it is.
+    Under a `ScoreBudget`, `state_dict()` contains the layer's rule too, as `_extra_state`, float32 [5 + heads_kv, 64]: the bits of
+    its numbers, because zeros and ones survive casts to any dtype, averages over steps (EMA) and every format of tensors. A
+    layer that loads it follows this rule, and its scores only choose keys. A state without it leaves the rule as it is.
     """
 
     @takes_rule
@@ -133,13 +134,18 @@ class DynamicMaskAttention(nn.Module):
     def _save_to_state_dict(self, destination: dict, prefix: str, keep_vars: bool) -> None:
         super()._save_to_state_dict(destination, prefix, keep_vars)
         if not self.scores_are_bias:
-            destination[prefix + _EXTRA_STATE] = _numbers_of_rule(self.rule, self.heads_kv)
+            destination[prefix + _EXTRA_STATE] = _bits_of_rule(self.rule, self.heads_kv)
 
     def _load_from_state_dict(self, state_dict: dict, prefix: str, *others) -> None:
-        numbers = state_dict.pop(prefix + _EXTRA_STATE, None)  # not every state has it
-        if numbers is not None:
-            self.rule = _rule_of_numbers(numbers, self.heads_kv)
-            self.scores_are_bias = False
+        *_, error_msgs = others
+        name = prefix + _EXTRA_STATE
+        bits = state_dict.pop(name, None)  # not every state has it
+        if bits is not None:
+            try:
+                self.rule = _rule_of_bits(bits, name, self.heads_kv)
+                self.scores_are_bias = False
+            except (TypeError, ValueError, ArithmeticError, NotImplementedError) as error:
+                error_msgs.append(str(error))  # torch raises one error with those of all layers
         super()._load_from_state_dict(state_dict, prefix, *others)
 
     def extra_repr(self) -> str:
@@ -387,18 +393,27 @@ class ScoreBudget:
                 layer.soft_scores.open()
 
 
-def _numbers_of_rule(rule: SelectionRule, heads: int) -> Tensor:
-    """Returns the rule of a cache as numbers, float64 [5 + heads]."""
+def _bits_of_rule(rule: SelectionRule, heads: int) -> Tensor:
+    """Returns the rule of a cache as the bits of float64 numbers, float32 [5 + heads, 64]."""
     windows = (rule.windows() * heads)[:heads]
     threshold = math.nan if rule.score_threshold is None else rule.score_threshold
     numbers = [isinstance(rule.keep_window_size, tuple), *rule[2:5], threshold, *windows]
-    return torch.tensor(numbers, dtype=torch.float64, device="cpu")
+    words = torch.tensor(numbers, dtype=torch.float64, device="cpu").view(torch.int64)
+    return (words[:, None] >> torch.arange(64, device="cpu") & 1).float()
 
 
-def _rule_of_numbers(numbers: Tensor, heads: int) -> SelectionRule:
-    check_tensor(numbers, _EXTRA_STATE)
-    check_like(numbers, _EXTRA_STATE, (5 + heads,), torch.float64, numbers.device)
-    are_own, recent_window, competes, sink_tokens, threshold, *windows = numbers.tolist()
+def _rule_of_bits(bits: Tensor, name: str, heads: int) -> SelectionRule:
+    check_tensor(bits, name)
+    if bits.shape != (5 + heads, 64):
+        raise ValueError(f"{name}: got shape {tuple(bits.shape)}, expected {(5 + heads, 64)}")
+    values = bits.to("cpu", torch.float64)
+    ones = (values > 0.5).long()
+    if not ((values - ones).abs() <= 0.25).all():
+        raise ValueError(
+            f"{name}: got numbers between 0 and 1, as in an average of states with different rules, expected the bits of one rule"
+        )
+    numbers = (ones << torch.arange(64, device="cpu")).sum(1).view(torch.float64).tolist()
+    are_own, recent_window, competes, sink_tokens, threshold, *windows = numbers
     windows = tuple(map(int, windows))
     return SelectionRule(
         windows if are_own else windows[0], "per_query", int(recent_window), bool(competes), int(sink_tokens),

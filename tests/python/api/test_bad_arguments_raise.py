@@ -351,9 +351,6 @@ def step_in_soft_phase(tokens):
         *((ValueError, f"model: got a layer with score='{form}', expected 'gate'", lambda form=form: ScoreBudget(DynamicMaskAttention(32, 4, score=form)))
           for form in ("linear", "doge")),
         *((ValueError, "phase: got 'soft' with a cache, expected 'hard'", lambda tokens=tokens: step_in_soft_phase(tokens)) for tokens in (0, 5)),
-        *((error, f"_extra_state: got {got}", lambda state=state: old_keys().load_state_dict({"_extra_state": state})) for error, got, state in (
-            (ValueError, "shape (6,), expected (7,)", torch.zeros(6).double()), (TypeError, "torch.bfloat16", torch.zeros(7).bfloat16()),
-            (TypeError, "dict", {}))),
         (ValueError, "phase: got 'off'", budget(lambda b: b.set_phase("off"))),
         (ValueError, "temperature: got 0.3 with the phase 'hard'", budget(lambda b: b.set_phase("hard", 0.3))),
         (RuntimeError, "target: got a model without scores", budget(lambda b: b.loss(0.1))),

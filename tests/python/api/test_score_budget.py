@@ -141,6 +141,34 @@ def test_saved_layers_keep_the_rule_of_their_budget(tmp_path, follows, strict):
     assert not model._forward_pre_hooks
 
 
+def test_rules_survive_casts_and_averages_of_states():
+    model, other = make_model(), make_model()
+    budget = ScoreBudget(model)
+    budget.follow(budget.divide(list(hidden_of(6).split(1)), mean_keys=15))
+    for change in (torch.Tensor.bfloat16, lambda t: 0.7 * t + 0.3 * t, lambda t: t.to(torch.int8)):
+        other.load_state_dict({name: change(t) for name, t in model.state_dict().items()})
+        assert [layer.rule for layer in other] == [layer.rule for layer in model]
+
+
+@pytest.mark.parametrize(
+    "words, state",
+    [
+        (r"shape \(7,\), expected \(7, 64\)", torch.zeros(7)),
+        ("dict, expected a torch.Tensor", {}),
+        ("numbers between 0 and 1.*different rules", torch.full((7, 64), 0.5)),
+        ("numbers between 0 and 1", torch.full((7, 64), torch.nan)),
+    ],
+)
+def test_states_with_wrong_rules_raise_the_errors_of_all_layers(words, state):
+    model = make_model()
+    rules = [layer.rule for layer in model]
+    with pytest.raises(
+        RuntimeError, match=rf"(?s)0\._extra_state: got {words}.*1\._extra_state: got"
+    ):
+        model.load_state_dict({f"{i}._extra_state": state for i in (0, 1)}, strict=False)
+    assert [layer.rule for layer in model] == rules
+
+
 def test_distributed_checkpoints_keep_the_rule_of_a_budget(tmp_path):
     model, other, hidden = make_model(), make_model(), hidden_of()
     budget = ScoreBudget(model)
