@@ -107,21 +107,22 @@ def resolve_nonfinite(nonfinite: str) -> bool:
 def resolve_deterministic(deterministic: bool | None) -> bool:
     if deterministic is not None:
         return resolve_flag(deterministic, "deterministic")
-    default = _blocks[-1][0] if _blocks else None
+    default = _blocks[-1][0]
     return torch.are_deterministic_algorithms_enabled() if default is None else default
 
 
-# The values of the blocks of default_deterministic that are entered. dynamo guards a list, but no thread-local value.
-_blocks: list[list[bool | None]] = []
+# The values of the blocks of default_deterministic that are entered, each with an object that makes it unique, after one that
+# stays. Threads change the list by single calls, which are atomic. dynamo guards a list, but no thread-local value.
+_blocks: list[tuple[bool | None, object]] = [(None, None)]
 
 
 @contextmanager
 def default_deterministic(value: bool | None) -> Iterator[None]:
     """Makes `value` the default of `deterministic` in this process, as torch's own flags are. Of several blocks, nested or of
     other threads, the last one entered decides. None: as torch.use_deterministic_algorithms sets."""
-    block = [value]
+    block = (value, object())
     _blocks.append(block)
     try:
         yield
     finally:
-        _blocks[:] = [other for other in _blocks if other is not block]
+        _blocks.remove(block)
