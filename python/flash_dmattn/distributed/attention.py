@@ -67,7 +67,6 @@ def context_parallel_dmattn(
     zero_sum: bool = False,
     return_lse: bool = False,
     backend: str | None = None,
-    is_causal: bool = True,
     key_mask: Tensor | None = None,
     cu_seqlens: Tensor | Sequence[int] | None = None,
     position_ids: Tensor | None = None,
@@ -77,7 +76,7 @@ def context_parallel_dmattn(
     check: bool | None = None,
     **rule: Unpack[RuleParts],
 ) -> Tensor | tuple[Tensor, Tensor]:
-    """Computes flash_dmattn_func over a sequence that is cut into one piece for each rank, in the order of ranks.
+    """Computes causal flash_dmattn_func over a sequence that is cut into one piece for each rank, in the order of ranks.
 
     Returns this rank's rows of the result of `flash_dmattn_func` on the whole sequence. Queries see the same keys as in
     that call (ties included), and gradients are the same. A rank receives only the keys that the last query before its
@@ -100,13 +99,13 @@ def context_parallel_dmattn(
     zero_sum: makes the gradient of the bias sum to 0 over the keys of each head, as DynamicMaskAttention and Doge do.
         (Do not pass the scores through with_zero_sum_gradient yourself: it would sum over the keys of one piece.)
     scale, softcap, deterministic, nonfinite, sink_logits, bias_delay, return_lse, backend: as in flash_dmattn_func.
-    keep_window_size, rule, is_causal, key_mask, cu_seqlens, position_ids, lengths, headroom, exchange, check: as in `begin_exchange`.
+    keep_window_size, rule, key_mask, cu_seqlens, position_ids, lengths, headroom, exchange, check: as in `begin_exchange`.
 
     Every rank of the group has to make the same calls in the same order. Every rank has to run backward, too, so the
     loss of every rank has to depend on `out`.
     """
     call = ExchangeCall(
-        key, value, scores, SelectionRule.of_keywords(keep_window_size, rule), attn_bias, is_causal, key_mask, cu_seqlens, position_ids, lengths, headroom, exchange,
+        key, value, scores, SelectionRule.of_keywords(keep_window_size, rule), attn_bias, key_mask, cu_seqlens, position_ids, lengths, headroom, exchange,
         nonfinite, check,
     )  # fmt: skip
     options = AttendOptions(
@@ -124,7 +123,6 @@ def begin_exchange(
     group: Group,
     keep_window_size: int | Sequence[int],
     attn_bias: str | Tensor | None = "scores",
-    is_causal: bool = True,
     key_mask: Tensor | None = None,
     cu_seqlens: Tensor | Sequence[int] | None = None,
     position_ids: Tensor | None = None,
@@ -142,7 +140,6 @@ def begin_exchange(
     key, value, scores, group, attn_bias: as in context_parallel_dmattn.
     keep_window_size, rule: a KeyRule. A threshold needs keep_window_size. A sliding window of W keys is keep_window_size=0,
         recent_window=W.
-    is_causal: True; False raises an error.
     key_mask: bool [B, n], False for padding.
     cu_seqlens: int [documents + 1] (or [B, documents + 1]), offsets of packed documents in the whole sequence, the same on all
         ranks. Tokens after the last offset are padding. A document may extend over any number of ranks.
@@ -167,7 +164,7 @@ def begin_exchange(
     `attend_to_pieces` compares its options in a collective of its own, according to `check`.
     """
     call = ExchangeCall(
-        key, value, scores, SelectionRule.of_keywords(keep_window_size, rule), attn_bias, is_causal, key_mask, cu_seqlens, position_ids, lengths, headroom, exchange,
+        key, value, scores, SelectionRule.of_keywords(keep_window_size, rule), attn_bias, key_mask, cu_seqlens, position_ids, lengths, headroom, exchange,
         nonfinite, check, stream,
     )  # fmt: skip
     return begin_call(group, call)

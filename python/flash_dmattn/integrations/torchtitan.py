@@ -111,11 +111,13 @@ class DynamicMaskInnerAttention(ScaledDotProductAttention):
             return flash_dmattn_func(
                 q_BLNH, k_BLNH, v_BLNH, attn_bias=self.scores(v_BLNH), is_causal=is_causal, scale=scale, **self.rule
             )  # fmt: skip
+        if not is_causal:
+            raise ValueError("is_causal: got False for a sequence in pieces, expected True")
         from ..distributed import context_parallel_dmattn
 
         query, key, value = (t.to_local() for t in (q_BLNH, k_BLNH, v_BLNH))
         return context_parallel_dmattn(
-            query, key, value, self.scores(value), group=q_BLNH.device_mesh, is_causal=is_causal, scale=scale, **self.rule
+            query, key, value, self.scores(value), group=q_BLNH.device_mesh, scale=scale, **self.rule
         )  # fmt: skip
 
 

@@ -121,7 +121,7 @@ DERIVED = (
     "batch heads head_dim value_dim dtype query_heads requires_grad documents saturate".split()
 )
 # Arguments of attention that may differ, that have a single value, or that become documents.
-NOT_COMPARED = "key_mask headroom check stream return_lse is_causal selection position_ids".split()
+NOT_COMPARED = "key_mask headroom check stream return_lse selection position_ids".split()
 
 
 @pytest.mark.parametrize("function", OTHERS)
@@ -191,7 +191,6 @@ def test_comparison_uses_a_device_of_the_group(monkeypatch, backends, expected):
 # (call, what the last rank changes, its error)
 WRONG = [
     ("attention", {"selection": "global"}, ValueError, "selection: got 'global'.*later ranks"),
-    ("attention", {"is_causal": False}, ValueError, "is_causal: got False"),
     ("attention", {"keep_window_size": None}, ValueError, "keep_window_size: got None.*a rank have room for that many"),
     ("attention", {"key_mask": torch.ones(N, RANKS * N).bool()}, ValueError, "key_mask: got.*pairs of tokens"),
     ("attention", {"scores": torch.zeros(1, 4, N)}, ValueError, "scores: got shape"),
@@ -247,6 +246,7 @@ def test_wrong_argument_of_one_rank_raises_on_all(row):
 UNDER_VMAP = "got a call under a transform of torch.func"
 # Nothing is exchanged, or has been already.
 WRONG_ON_ALL_RANKS = [
+    (lambda cp: call(cp, is_causal=False), TypeError, "is_causal: got an unknown argument, expected one in the"),
     (lambda cp: cp.gather(TOKENS, 99), ValueError, "length: got 99, expected at most 16, the tokens of all pieces"),
     (lambda cp: attend_to_pieces(Q, None), TypeError, "exchanged: got NoneType, expected the result of begin_exchange"),
     (lambda cp: attend_to_pieces(Q, [begin(cp)]), TypeError, "exchanged: got list, expected the result"),

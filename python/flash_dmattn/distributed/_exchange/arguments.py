@@ -101,7 +101,6 @@ class ExchangeCall(NamedTuple):
     scores: Tensor
     rule: SelectionRule
     attn_bias: str | Tensor | None = SCORES
-    is_causal: bool = True
     key_mask: Tensor | None = None
     cu_seqlens: Tensor | Sequence[int] | None = None
     position_ids: Tensor | None = None
@@ -136,7 +135,6 @@ class ExchangeArguments(NamedTuple):
         options: AttendOptions | None,
     ) -> ExchangeArguments:
         """Checks the arguments of a call. query, options: for `attend_to_pieces`; both None: they are not known yet."""
-        _check_causality(call.is_causal)
         _check_stream(call.stream)
         rule = call.rule.checked_state_rule()
         headroom = resolve_flag(call.headroom, "headroom")
@@ -244,13 +242,6 @@ def _check_stream(stream: object) -> None:
     if stream is None or torch.compiler.is_compiling() or isinstance(stream, torch.cuda.Stream):
         return
     raise TypeError(f"stream: got {type(stream).__name__}, expected a torch.cuda.Stream or None")
-
-
-def _check_causality(is_causal: object) -> None:
-    if not resolve_flag(is_causal, "is_causal"):
-        raise ValueError(
-            "is_causal: got False, expected True: without causality a query sees keys of later ranks"
-        )
 
 
 def _check_rows(key: Tensor, value: Tensor) -> None:

@@ -31,7 +31,6 @@ class DynamicMaskCache(Cache):
         config: PretrainedConfig,
         *,
         static: bool = False,
-        selection: str = "per_query",
         chunk: int | None = None,
     ):
         """
@@ -40,7 +39,6 @@ class DynamicMaskCache(Cache):
                 `KeyRule` that do not have their defaults.
             static: whether memory stays in place and decoding steps read nothing from the device, for CUDA graphs and
                 torch.compile. On a GPU, `generate` then compiles the model.
-            selection: only "per_query" is possible.
             chunk: the number of tokens that are stored in addition to the rule's keys, for chunked prompts and assisted
                 decoding. The default is 128 with `static`; otherwise places are added as needed.
 
@@ -52,11 +50,6 @@ class DynamicMaskCache(Cache):
                 f"config: got {type(config).__name__}, expected that of a model (model.config)"
             )
         config = config.get_text_config(decoder=True)
-        if selection != "per_query":
-            raise ValueError(
-                f"selection: got {selection!r}, expected 'per_query'; with one choice for all queries a new key changes "
-                "which keys the others see, so none can be evicted. Use transformers' DynamicCache"
-            )
         scores = LearnedScores.from_config(config)
         static = resolve_flag(static, "static")
         if chunk is None:
