@@ -4,6 +4,7 @@ from importlib import metadata as _metadata
 
 from ._core import autograd, fake_kernels, torch_registrations  # noqa: F401
 from ._core.availability import Backend, backends, get_available_backends, is_available
+from .budgets import KeyBudgets
 from .forgetting import forgetting_attention
 from .functional import (
     flash_dmattn_func,
@@ -49,6 +50,7 @@ __all__ = [
     "Backend",
     "DynamicMaskAttention",
     "KVSlots",
+    "KeyBudgets",
     "KeyIntervals",
     "KeyRule",
     "RaggedBatch",

@@ -174,7 +174,6 @@ CALLS_OF_MODELS = [
     ("attention_mask: got torch.float32 .* with negative numbers", call_doge(attention_mask=torch.tensor([[LOWEST] * 4 + [0.0] * 5]))),
     # Caches of slots.
     ("config.sliding_window: got 16, expected None: a key that leaves the window", slots_of(doge(sliding_window=16))),
-    ("got 'global', expected 'per_query'; with one choice for all", slots_of(doge(), selection="global")),
     ("static: got 'no', expected True or False", slots_of(doge(), static="no")),
     ("config: got DogeForCausalLM", slots_of(make_model)),
     ("LlamaConfig without keep_window_size, expected", slots_of(llama())),
