@@ -17,7 +17,7 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor, nn
 
-from ._core.checks import resolve_flag
+from ._core.checks import check_count, check_tensor, resolve_flag
 from ._core.numerics import check_number
 from .keys.rule import SelectionRule
 
@@ -134,16 +134,17 @@ def loss_of_records(
     rules: Sequence[SelectionRule],
     target: float,
     per_head: bool,
+    sampled: bool,
     mask: Tensor | None,
-    sampled: bool = False,
 ) -> Tensor:
     """Returns how far the mean share of open gates in the last forward lies above the target, 0 if it lies below.
 
-    sampled: whether the gates are the sampled ones, and each text has the target.
-
-    records, rules: of each layer. per_head: whether each head has the target, or the mean of all. mask: bool [B, S].
+    records, rules: of each layer. per_head, sampled, mask: as in `ScoreBudget.loss`.
     """
     check_number(target, "target")
+    sampled, per_head = resolve_flag(sampled, "sampled"), resolve_flag(per_head, "per_head")
+    if sampled and per_head:
+        raise ValueError("sampled: got True with per_head=True, expected False")
     shares = []
     for record, rule in zip(records, rules, strict=True):
         scores = None if record is None else record.take(sampled)
@@ -159,7 +160,7 @@ def loss_of_records(
     if sampled:
         return (torch.stack(shares).mean(0) - target).clamp(min=0).mean()
     share = torch.cat(shares)
-    share = share if resolve_flag(per_head, "per_head") else share.mean()
+    share = share if per_head else share.mean()
     return (share - target).clamp(min=0).mean()
 
 
@@ -241,6 +242,23 @@ class SoftScores:
 
     def __getstate__(self) -> None:
         """Copies of a model have no graph."""
+
+
+def texts_of_one_length(texts: Sequence[Tensor], length: int | None) -> list[Tensor]:
+    """Returns the first `length` tokens of texts [1, S, ...], by default as many as the shortest has."""
+    texts = list(texts)
+    if not texts:
+        raise ValueError("texts: got none, expected a dozen or more")
+    for text in texts:
+        check_tensor(text, "texts")
+        if text.dim() < 2:
+            raise ValueError(f"texts: got shape {tuple(text.shape)}, expected [1, S, ...]")
+    shortest = min(text.shape[1] for text in texts)
+    length = shortest if length is None else length
+    check_count(length, "length")
+    if shortest < length:
+        raise ValueError(f"texts: got one of {shortest} tokens, expected {length} or more")
+    return [text[:, :length] for text in texts]
 
 
 @contextmanager

@@ -27,6 +27,7 @@ from .budgets import (
     divide_scores,
     is_sink,
     loss_of_records,
+    texts_of_one_length,
 )
 from .functional import flash_dmattn_func
 from .generation.cache import KVSlots
@@ -297,6 +298,15 @@ class ScoreBudget:
     layers begin with, the rule decides. Scores then choose keys and change nothing else, in a cache too, and learn by the
     gradient of a bias of old keys. `remove` ends the budget; layers stay in the phase "hard" with their rules.
 
+    The functions of `integrations.transformers` do the same to models with learned scores. They have these arguments, with the
+    same defaults, after the model:
+
+    - `set_phase`, `set_score_phase`: phase, temperature. Only the second has the phase "off".
+    - `loss`, `budget_loss`: target, per_head, sampled, mask.
+    - `divide`, `divide_budget`: texts, mean_keys, length, quantile, bound. Only the second shows its progress, and chooses the
+      phase itself.
+    - `follow`, `set_key_budgets`: budgets.
+
     model: its layers have `score="gate"`, or a function that returns log gates, 0 or less.
     """
 
@@ -337,36 +347,56 @@ class ScoreBudget:
             layer.soft_scores = SoftScores() if phase == "soft" else None
             layer.temperature = temperature
 
-    def loss(self, target: float, *, per_head: bool = False, mask: Tensor | None = None) -> Tensor:
-        """Returns max(0, share - target), where share is the mean gate of old keys in the last forward in the phase "soft".
+    def loss(
+        self,
+        target: float,
+        *,
+        per_head: bool = False,
+        sampled: bool = False,
+        mask: Tensor | None = None,
+    ) -> Tensor:
+        """Returns max(0, share - target), where share is the mean gate of old keys in the last forward in the phase "soft". Of a
+        layer that runs several times the first run counts.
 
-        target: 0 to 1. per_head: whether each head has this target, or the mean over all. mask: bool [B, S], False for padding.
-        Raises RuntimeError if there was no such forward with gradients since the last call.
+        Args:
+            target: 0 to 1.
+            per_head: whether each head has this target, or the mean over all.
+            sampled: whether sampled gates count, each as open or closed, over all tokens, and each text has the target (DMS).
+            mask: bool [B, S], False for padding.
+
+        Raises:
+            ValueError: `sampled` with `per_head`.
+            RuntimeError: there was no forward in the phase "soft" with gradients since the last call, for `sampled` with a
+                temperature.
         """
         rules = [layer.rule for layer in self.layers]
         records = [layer.soft_scores for layer in self.layers]
-        return loss_of_records(records, rules, target, per_head, mask)
+        return loss_of_records(records, rules, target, per_head, sampled, mask)
 
     def divide(
         self,
         texts: Sequence[Tensor],
         mean_keys: float = 512,
         *,
+        length: int | None = None,
         quantile: float = 0.99,
         bound: float = 2.0,
     ) -> KeyBudgets:
-        """Returns the division of a budget by the scores of sample texts of one length, each an input of the model for one
-        sequence, in the phase that is set. mean_keys, quantile, bound: as in `budgets.divide_scores`."""
+        """Returns the division of a budget by the scores of sample texts, in the phase that is set.
+
+        Args:
+            texts: inputs of the model, each of one sequence, [1, S, ...] with S >= length; what is longer is cut.
+            length: the number of tokens at which keys are counted; by default that of the shortest text.
+            mean_keys, quantile, bound: as in `budgets.divide_scores`.
+        """
         rule, scores = self.layers[0].rule, []
-        for text in texts:
+        for text in texts_of_one_length(texts, length):
             with (
                 collected_scores([layer.scores for layer in self.layers]) as of_text,
                 torch.no_grad(),
             ):
                 self.model(text)
             scores.append(of_text)
-        if not scores:
-            raise ValueError("texts: got none, expected a dozen or more")
         sizes = (2 * layer.head_dim * layer.k_proj.weight.element_size() for layer in self.layers)
         return divide_scores(
             scores, mean_keys, rule.recent_window, rule.sink_tokens,

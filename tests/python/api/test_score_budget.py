@@ -92,6 +92,24 @@ class InOrder(torch.nn.Module):
         return hidden
 
 
+def test_division_cuts_texts_to_the_length():
+    budget, texts = ScoreBudget(make_model()), list(hidden_of(6).split(1))
+    expected = budget.divide([text[:, :30] for text in texts], 12)
+    assert budget.divide(texts, 12, length=30) == expected
+    assert budget.divide([texts[0][:, :30], *texts[1:]], 12) == expected
+
+
+def test_loss_of_sampled_gates_counts_open_ones_in_each_text():
+    model = make_model()
+    budget = ScoreBudget(model)
+    budget.set_phase("soft", temperature=0.3)
+    model(hidden_of())
+    gates = torch.stack([layer.soft_scores.samples.exp() for layer in model])
+    shares = (gates >= 0.5).float().mean((0, 2, 3))
+    expected = (shares - 0.2).clamp(min=0).mean()
+    torch.testing.assert_close(budget.loss(0.2, sampled=True), expected)
+
+
 @pytest.mark.parametrize("order", [(1, 0), (0, 1, 1)])
 def test_divided_caps_are_those_of_the_layer_whose_scores_they_count(order):
     model, runs = InOrder(make_model(), order), {}

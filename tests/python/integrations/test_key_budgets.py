@@ -1,10 +1,12 @@
 """One budget for all heads: its loss, its division into a threshold and caps, and models that follow it."""
 
 import copy
+import inspect
 
 import pytest
 import torch
 
+from flash_dmattn import ScoreBudget
 from flash_dmattn.budgets import divide_scores, stochastic_gates
 from flash_dmattn.integrations.transformers import (
     DynamicMaskCache,
@@ -16,6 +18,7 @@ from flash_dmattn.integrations.transformers import (
     load_scores,
     save_scores,
     set_key_budgets,
+    set_score_phase,
 )
 from flash_dmattn.integrations.transformers.learned_scores.add import scored_layers
 from scored_models import make_base, make_ids, make_scored
@@ -27,6 +30,20 @@ RECENT, SINKS, LENGTH = 3, 2, 40
 
 def divided(model, mean_keys=15, texts=6, **options):
     return divide_budget(model, make_ids(LENGTH, batch=texts), mean_keys, progress=False, **options)
+
+
+@pytest.mark.parametrize(
+    "method, function",
+    [
+        (ScoreBudget.set_phase, set_score_phase),
+        (ScoreBudget.loss, budget_loss),
+        (ScoreBudget.divide, divide_budget),
+        (ScoreBudget.follow, set_key_budgets),
+    ],
+)
+def test_budgets_of_layers_and_of_models_take_the_same_arguments(method, function):
+    own, other = (list(inspect.signature(f).parameters.values())[1:] for f in (method, function))
+    assert own == [parameter for parameter in other if parameter.name != "progress"]
 
 
 # ---- Training --------------------------------------------------------------------------------------

@@ -9,8 +9,14 @@ import torch
 from torch import Tensor, nn
 from tqdm.auto import tqdm
 
-from ...._core.checks import check_count
-from ....budgets import BYTES_OF_SLOT, KeyBudgets, collected_scores, divide_scores, loss_of_records
+from ....budgets import (
+    BYTES_OF_SLOT,
+    KeyBudgets,
+    collected_scores,
+    divide_scores,
+    loss_of_records,
+    texts_of_one_length,
+)
 from ..._shared.config_rules import CONFIG_NAME, LearnedScores, head_dims_of, make_rules
 from ..families import sizes_of
 from .add import scored_layers, set_score_phase
@@ -30,7 +36,7 @@ def budget_loss(
         loss = divergence(model(ids).logits, teacher) + 4 * budget_loss(model, target=1 / 8)
 
     The scores are those of that forward: no second one runs. Keys become old when `recent_window` tokens follow them; sinks do
-    not count. Call it once for each forward, before `backward`.
+    not count. Of a layer that runs several times the first run counts. Call it once for each forward, before `backward`.
 
     Args:
         model: prepared by `add_learned_scores`.
@@ -47,12 +53,9 @@ def budget_loss(
     layers = scored_layers(model)
     rules = [layer.scoring.rule for layer in layers]
     records = [layer.scoring.record for layer in layers]
-    if (sampled and per_head) or (layers[0].scoring.late and not sampled):
-        raise ValueError(
-            f"sampled: got {sampled} with late={layers[0].scoring.late} and per_head={per_head}, expected True for late scores, "
-            "False for per_head"
-        )
-    return loss_of_records(records, rules, target, per_head, mask, sampled)
+    if layers[0].scoring.late and not sampled:
+        raise ValueError(f"sampled: got {sampled} with late scores, expected True")
+    return loss_of_records(records, rules, target, per_head, sampled, mask)
 
 
 def divide_budget(
@@ -88,21 +91,14 @@ def divide_budget(
     Raises:
         ValueError: no texts, a text shorter than length, or a budget that the rule's recent keys and sinks exceed.
     """
-    texts = [torch.as_tensor(text).reshape(1, -1) for text in texts]
-    if not texts:
-        raise ValueError("texts: got none, expected a dozen or more")
-    shortest = min(text.shape[1] for text in texts)
-    length = shortest if length is None else length
-    check_count(length, "length")
-    if shortest < length:
-        raise ValueError(f"texts: got one of {shortest} tokens, expected {length} or more")
+    texts = texts_of_one_length([torch.as_tensor(text).reshape(1, -1) for text in texts], length)
     layers = scored_layers(model)
     rule, weight = layers[0].scoring.rule, next(model.parameters())
     scores = []
-    with _all_keys_visible(model, layers, length), torch.no_grad():
+    with _all_keys_visible(model, layers, texts[0].shape[1]), torch.no_grad():
         for text in tqdm(texts, desc="dividing the budget", disable=not progress):
             with collected_scores([layer.scorer for layer in layers]) as of_text:
-                model(input_ids=text[:, :length].to(weight.device), use_cache=False)
+                model(input_ids=text.to(weight.device), use_cache=False)
             scores.append(of_text)
     sizes = (sum(head_dims_of(layer.config)) * weight.element_size() for layer in layers)
     return divide_scores(
