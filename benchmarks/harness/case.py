@@ -6,8 +6,7 @@ import dataclasses
 import re
 import statistics
 
-import torch
-from torch import Tensor
+import numpy as np
 
 from .record import Row
 
@@ -78,21 +77,21 @@ class Case:
         """Returns the number of visible (query, key) elements of all heads, for random scores on average."""
         return round(self.batch * self.heads_q * self._keys_of_queries().sum().item())
 
-    def _keys_of_queries(self) -> Tensor:
+    def _keys_of_queries(self) -> np.ndarray:
         """Returns how many keys each query of a sequence sees, float64 [N]."""
         n, window = self.seqlen, self.window or self.seqlen
-        earlier = torch.arange(1, n + 1, dtype=torch.float64)  # the query's own key included
+        earlier = np.arange(1, n + 1, dtype=np.float64)  # the query's own key included
         if self.kind == PREFIX:
-            return earlier.clamp(min=window)
+            return np.maximum(earlier, window)
         if length := self.document_length:
-            return ((earlier - 1) % length + 1).clamp(max=window)
+            return np.minimum((earlier - 1) % length + 1, window)
         if self.kind == GLOBAL:  # the best keys of a row are anywhere in it
             return earlier * min(window / n, 1)
         if self.kind == EVICTED:
-            recent = earlier.clamp(max=RECENT)
+            recent = np.minimum(earlier, RECENT)
             older = earlier - recent
-            return recent + (older.clamp(max=window) if self.window else KEPT * older)
-        return earlier.clamp(max=window)
+            return recent + (np.minimum(older, window) if self.window else KEPT * older)
+        return np.minimum(earlier, window)
 
     def useful_flops(self, direction: str) -> int:
         """Counts 2 D FLOPs per visible element and product. Forward has one product over the key dimension and one over the value
