@@ -66,9 +66,10 @@ class DynamicMaskAttention(nn.Module):
             embedding, or whatever else happens to queries and keys.
         device, dtype: device and dtype of the parameters.
 
-    Under a `ScoreBudget`, `state_dict()` contains the layer's rule too, as `_extra_state`, float32 [5 + heads_kv, 64]: the bits of
-    its numbers, because zeros and ones survive casts to any dtype, averages over steps (EMA) and every format of tensors. A
-    layer that loads it follows this rule, and its scores only choose keys. A state without it leaves the rule as it is.
+    `state_dict()` contains the rule of a `ScoreBudget` too, as `_extra_state`, float32 [5 + heads_kv, 64]: the bits of its
+    numbers, because zeros and ones survive casts to any dtype, averages over steps (EMA) and every format of tensors. A
+    layer that loads it follows this rule, and its scores only choose keys. Zeros, the state of a layer without a budget, and a
+    state without it leave the rule as it is.
     """
 
     @takes_rule
@@ -132,22 +133,29 @@ class DynamicMaskAttention(nn.Module):
         """Returns the window of all key heads, or of each."""
         return self.rule.keep_window_size
 
-    def _save_to_state_dict(self, destination: dict, prefix: str, keep_vars: bool) -> None:
-        super()._save_to_state_dict(destination, prefix, keep_vars)
-        if not self.scores_are_bias:
-            destination[prefix + _EXTRA_STATE] = _bits_of_rule(self.rule, self.heads_kv)
+    def get_extra_state(self) -> Tensor:
+        """Returns the rule of a `ScoreBudget`, float32 [5 + heads_kv, 64]; zeros if the layer has none."""
+        if self.scores_are_bias:
+            return torch.zeros(5 + self.heads_kv, 64, device="cpu")
+        return _bits_of_rule(self.rule, self.heads_kv)
+
+    def set_extra_state(self, state: Tensor) -> None:
+        """Follows the rule of a state; zeros leave the layer's own."""
+        rule = _rule_of_bits(state, _EXTRA_STATE, self.heads_kv)
+        if rule is not None:
+            self.rule, self.scores_are_bias = rule, False
 
     def _load_from_state_dict(self, state_dict: dict, prefix: str, *others) -> None:
-        *_, error_msgs = others
+        *_, missing, _, errors = others
         name = prefix + _EXTRA_STATE
-        bits = state_dict.pop(name, None)  # not every state has it
-        if bits is not None:
-            try:
-                self.rule = _rule_of_bits(bits, name, self.heads_kv)
-                self.scores_are_bias = False
-            except (TypeError, ValueError, ArithmeticError, NotImplementedError) as error:
-                error_msgs.append(str(error))  # torch raises one error with those of all layers
+        try:
+            if (state := state_dict.pop(name, None)) is not None:
+                self.set_extra_state(state)
+        except (TypeError, ValueError, ArithmeticError, NotImplementedError) as error:
+            errors.append(f"{prefix}{error}")  # torch raises one error with those of all layers
         super()._load_from_state_dict(state_dict, prefix, *others)
+        if name in missing:
+            missing.remove(name)  # states of earlier versions do not have it
 
     def extra_repr(self) -> str:
         sizes = {"heads_q": self.heads_q, "heads_kv": self.heads_kv, "head_dim": self.head_dim}
@@ -432,12 +440,14 @@ def _bits_of_rule(rule: SelectionRule, heads: int) -> Tensor:
     return (words[:, None] >> torch.arange(64, device="cpu") & 1).float()
 
 
-def _rule_of_bits(bits: Tensor, name: str, heads: int) -> SelectionRule:
+def _rule_of_bits(bits: Tensor, name: str, heads: int) -> SelectionRule | None:
     check_tensor(bits, name)
     if bits.shape != (5 + heads, 64):
         raise ValueError(f"{name}: got shape {tuple(bits.shape)}, expected {(5 + heads, 64)}")
     values = bits.to("cpu", torch.float64)
     ones = (values > 0.5).long()
+    if not values.any():
+        return None
     if not ((values - ones).abs() <= 0.25).all():
         raise ValueError(
             f"{name}: got numbers between 0 and 1, as in an average of states with different rules, expected the bits of one rule"
