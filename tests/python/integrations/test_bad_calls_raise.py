@@ -61,7 +61,7 @@ def generate_in_batch(family, name):
 CALLS_OF_ATTENTION = [
     *((f"^{name}: got", attend(**{name: value})) for name, value in {
         "attention_bias": "a", "position_bias": BIAS.long(), "scaling": 0.0, "softcap": -1.0, "deterministic": "a",
-        "s_aux": torch.zeros(HQ + 1), "dropout": 0.1, "is_causal": "False", "softcapp": 3.0, "query": QUERY[:, :, :0],
+        "s_aux": torch.zeros(HQ + 1), "dropout": 0.1, "is_causal": "False", "softcapp": 3.0, "temperature": 2.0, "query": QUERY[:, :, :0],
     }.items()),
     ("^attention_bias: got a tensor together with position_bias", attend(attention_bias=BIAS, position_bias=BIAS)),
     # Features that are not supported, which eager attention ignores.
@@ -168,7 +168,7 @@ CALLS_OF_MODELS = [
     ("context_parallel: got attention layers without their decoder", lambda: ModelOfPieces([], None)),
     # Eager attention ignores these keywords.
     *((f"^{name}: got", call_doge(**{name: value})) for name, value in (
-        ("softcapp", 3.0), ("sliding_window", 3), ("is_causal", False), ("s_aux", torch.zeros(4)), (CACHE, object()),
+        ("softcapp", 3.0), ("attention_window", 8), ("sliding_window", 3), ("is_causal", False), ("s_aux", torch.zeros(4)), (CACHE, object()),
         ("cu_seq_lens_q", torch.tensor([0, 4, 9])))),
     # transformers would hide the tokens and show the padding.
     ("attention_mask: got torch.float32 .* with negative numbers", call_doge(attention_mask=torch.tensor([[LOWEST] * 4 + [0.0] * 5]))),

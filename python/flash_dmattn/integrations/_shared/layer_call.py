@@ -43,10 +43,10 @@ _REASONS = {
         ("block_table", "cache", "cache_seqlens", "logits_indices", "page_table", "read_index", "write_index"), _PAGED
     ),
 }  # fmt: skip
-# Names of settings that change attention. A scalar of such a name, or of a similar one, is never ignored.
+# Words of settings that change attention. A scalar with such a word in its name, or with one like it, is not ignored.
 _CHANGES = (
-    "attention_chunk_size", "dropout", "is_causal", "keep_window_size", "scale", "scaling", "sliding_window", "softcap",
-    "softmax_scale", "window_size",
+    "bias", "cap", "capping", "causal", "chunk", "dilation", "dropout", "keep", "mask", "scale", "scaling", "sink", "sinks",
+    "softcap", "softcapping", "temperature", "window", "windowsize",
 )  # fmt: skip
 PACKED_KEYWORDS = ("cu_seq_lens_q", "cu_seq_lens_k", "max_length_q", "max_length_k")
 
@@ -73,8 +73,8 @@ def check_keywords(keywords: Mapping[str, object]) -> None:
 
 
 def check_known_keywords(keywords: Mapping[str, object], known: frozenset[str]) -> None:
-    """Raises TypeError for a keyword that is neither None nor known. Warns once of a scalar whose name is like that of no
-    setting of attention: flags of a later transformers reach every layer."""
+    """Raises TypeError for a keyword that is neither None nor known. Warns once of a scalar whose name has no word of a setting of
+    attention: flags of a later transformers reach every layer."""
     for name, value in keywords.items():
         if value is None or name in known:
             continue
@@ -85,7 +85,7 @@ def check_known_keywords(keywords: Mapping[str, object], known: frozenset[str]) 
 
 
 def _may_ignore(name: str) -> bool:
-    """Whether the name of a scalar is like that of no setting of attention. Warns once if so."""
+    """Whether the name of a scalar has no word of a setting of attention. Warns once if so."""
     return _warn_of_flag(name)
 
 
@@ -94,7 +94,7 @@ _may_ignore._dynamo_marked_constant = True  # compiled code does not trace it
 
 @functools.cache
 def _warn_of_flag(name: str) -> bool:
-    if difflib.get_close_matches(name, _CHANGES, cutoff=0.8):
+    if any(difflib.get_close_matches(word, _CHANGES, cutoff=0.8) for word in name.split("_")):
         return False
     warnings.warn(
         f"{name}: got an unknown keyword, which flash_dmattn ignores; a later transformers may have added it",
