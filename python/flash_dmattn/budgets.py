@@ -251,7 +251,7 @@ def texts_of_one_length(texts: Sequence[Tensor], length: int | None) -> list[Ten
         raise ValueError("texts: got none, expected a dozen or more")
     for text in texts:
         check_tensor(text, "texts")
-        if text.dim() < 2:
+        if text.dim() < 2 or text.shape[0] != 1:
             raise ValueError(f"texts: got shape {tuple(text.shape)}, expected [1, S, ...]")
     shortest = min(text.shape[1] for text in texts)
     length = shortest if length is None else length

@@ -91,7 +91,8 @@ def divide_budget(
     Raises:
         ValueError: no texts, a text shorter than length, or a budget that the rule's recent keys and sinks exceed.
     """
-    texts = texts_of_one_length([torch.as_tensor(text).reshape(1, -1) for text in texts], length)
+    texts = [torch.as_tensor(text) for text in texts]
+    texts = texts_of_one_length([t[None] if t.dim() == 1 else t for t in texts], length)
     layers = scored_layers(model)
     rule, weight = layers[0].scoring.rule, next(model.parameters())
     scores = []
