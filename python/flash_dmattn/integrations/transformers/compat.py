@@ -105,7 +105,7 @@ def allow_continuous_batching(model: PreTrainedModel) -> None:
 
 
 def _init_continuous_batching(model: PreTrainedModel, names: Collection[str], *args, **kwargs):
-    name = str(model.config._attn_implementation)
+    name = str(implementation_of(model.config))
     if name.removeprefix("paged|") in names:
         raise ValueError(
             f"attn_implementation: got {name!r}, expected another one: continuous batching (generate_batch) has a paged "
@@ -140,6 +140,34 @@ def is_offloaded(module: nn.Module) -> bool:
     """Whether accelerate keeps parameters of a module on the CPU or a disk, and gives it empty ones on "meta"."""
     is_meta = any(parameter.is_meta for parameter in module.parameters())
     return is_meta and next(_execution_devices(module), None) is not None
+
+
+def change_class(layer: nn.Module, cls: type[nn.Module]) -> None:
+    """Makes a layer one of a subclass, with its parameters, modules, buffers and hooks. accelerate's hooks (`device_map`) call the
+    forward that they found, so they get the new one. Remove when layers can be registered by class."""
+    layer.__class__ = cls
+    if "_old_forward" in vars(layer):
+        layer._old_forward = partial(cls.forward, layer)
+
+
+# ---- Tied parameters --------------------------------------------------------------------------------
+
+_TIED_NAMES = "_flash_dmattn_tied_names"  # a model's patterns before `leave_untied`
+
+
+def leave_untied(model: PreTrainedModel, part: str) -> None:
+    """Excludes parameters below modules named `part` from patterns of tied ones. Zamba 2 ties whole blocks in each
+    `tie_weights`, 5.0 to 5.24; a list of 4.57 has no pairs. Remove when patterns name parameters of the model's own."""
+    tied, but = vars(model).get("_tied_weights_keys"), rf"(?!.*\.{part}\.)"
+    if isinstance(tied, dict):
+        setattr(model, _TIED_NAMES, tied)
+        model._tied_weights_keys = {k + but: v + but for k, v in tied.items()}
+
+
+def restore_tied(model: PreTrainedModel) -> None:
+    """Undoes `leave_untied`."""
+    if _TIED_NAMES in vars(model):
+        model._tied_weights_keys = vars(model).pop(_TIED_NAMES)
 
 
 # ---- The name of an attention implementation --------------------------------------------------------
@@ -198,6 +226,11 @@ def can_set_implementation(model: PreTrainedModel) -> bool:
     """Whether transformers lets the layers of a model have another implementation than eager attention, 4.57 to 5.24: they look
     it up in the registry. Remove when a public function says it."""
     return model._can_set_attn_implementation()
+
+
+def implementation_of(config: PretrainedConfig) -> str:
+    """Returns the name of the implementation in a config, 4.57 to 5.24. Remove when a public attribute says it."""
+    return config._attn_implementation
 
 
 def store_name(config: PretrainedConfig, name: str) -> None:

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-from functools import partial
 from typing import Any, NamedTuple
 
 import torch
@@ -35,7 +34,7 @@ from .._shared.layer_call import (
 )
 from .cache import DynamicMaskCache
 from .cache_layer import DynamicMaskLayer
-from .compat import pop_cache
+from .compat import change_class, implementation_of, pop_cache
 from .model_state import CONTEXT, DOGE_NAME
 from .scored_attention import (
     KeyScores,
@@ -108,12 +107,10 @@ class FlashDogeAttention(DogeAttention):
     @classmethod
     def from_layer(cls, layer: DogeAttention) -> FlashDogeAttention:
         """Changes the class of a layer, which keeps its parameters, modules, buffers and hooks, and returns it."""
-        layer.__class__ = cls
-        if "_old_forward" in vars(layer):  # the forward that accelerate's hooks (`device_map`) call
-            layer._old_forward = partial(cls.forward, layer)
+        change_class(layer, cls)
         for norm in layer.children():
             if type(norm) is DogeRMSNorm and "forward" not in vars(norm):  # nobody's own
-                norm.__class__ = FlashDogeRMSNorm
+                change_class(norm, FlashDogeRMSNorm)
         return layer
 
     def forward(
@@ -123,7 +120,7 @@ class FlashDogeAttention(DogeAttention):
         attention_mask: torch.Tensor | None = None,
         **kwargs,
     ) -> tuple[torch.Tensor, None]:
-        if self.config._attn_implementation != DOGE_NAME:
+        if implementation_of(self.config) != DOGE_NAME:
             return super().forward(hidden_states, position_embeddings, attention_mask, **kwargs)
         context = kwargs.pop(CONTEXT, None) or Context()
         cache = pop_cache(kwargs)

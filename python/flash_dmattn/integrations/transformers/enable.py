@@ -21,6 +21,7 @@ from .compat import (
     CACHE,
     MODEL_ARGUMENTS,
     find_cache,
+    implementation_of,
     own_config,
     refuse_continuous_batching,
     set_cache_of_generate,
@@ -230,7 +231,7 @@ def replace_layers(model: torch.nn.Module, **settings: bool) -> None:
 
 def _begin_forward(model: DogeModel, args: tuple, options: dict) -> tuple[tuple, dict] | None:
     """Adds the default cache and the context of the layers, before DogeModel.forward."""
-    if model.config._attn_implementation != DOGE_NAME:
+    if implementation_of(model.config) != DOGE_NAME:
         return None
     arguments = dict(zip(MODEL_ARGUMENTS, args, strict=False)) | options
     _refuse_additive_padding(arguments.get("attention_mask"))
@@ -280,6 +281,6 @@ def _refuse_additive_padding(padding: object) -> None:
 def _default_cache(model: PreTrainedModel) -> DynamicMaskCache | None:
     """Returns the cache of `generate` and of calls without a cache, or None for transformers' own cache."""
     is_ours = getattr(model, _DEFAULT_CACHE, None) == _CACHE
-    if not is_ours or model.config._attn_implementation != DOGE_NAME:
+    if not is_ours or implementation_of(model.config) != DOGE_NAME:
         return None
     return DynamicMaskCache(model.config)

@@ -10,7 +10,12 @@ from transformers import PreTrainedModel
 from transformers.configuration_utils import PretrainedConfig
 
 from ..._core.checks import LARGEST_HEAD_DIM
-from .compat import CACHE_NAMES, FLAG_WITH_EVERY_MASK_IN_4, can_set_implementation
+from .compat import (
+    CACHE_NAMES,
+    FLAG_WITH_EVERY_MASK_IN_4,
+    can_set_implementation,
+    implementation_of,
+)
 from .family_table import (
     ATTENTION,
     COMPARED,
@@ -68,7 +73,7 @@ def watch_text_model(model: PreTrainedModel) -> None:
 
 
 def refuse_text_model(model: PreTrainedModel, *_) -> None:
-    name = model.config.get_text_config()._attn_implementation
+    name = implementation_of(model.config.get_text_config())
     if name in NAMES:
         raise error_of(model, name, _REASONS[model.config.model_type])
 

@@ -17,8 +17,11 @@ from ..._shared.scorers import Scorer, check_scorer, make_scorer
 from ..compat import (
     allow_continuous_batching,
     device_of,
+    implementation_of,
+    leave_untied,
     own_config,
     refuse_continuous_batching,
+    restore_tied,
     store_name,
 )
 from ..families import (
@@ -36,10 +39,6 @@ from .layers import add_scorer, has_scores, remove_scorer
 
 PHASES = ("soft", "hard", "off")
 _METHOD = "set_score_phase"  # attributes of a model
-_TIED_NAMES = (
-    "_flash_dmattn_tied_names"  # its patterns of tied parameters before add_learned_scores
-)
-_BUT_SCORERS = r"(?!.*\.scorer\.)"  # the end of a pattern of parameters' names
 
 
 @takes_rule
@@ -138,7 +137,7 @@ def add_learned_scores(
         add_hook(decoder, hook)
     for module in _pretrained_models(model):
         refuse_continuous_batching(module, STORED_NAMES)
-        _leave_scorers_untied(module)
+        leave_untied(module, "scorer")
     setattr(model, _METHOD, partial(set_score_phase, model))
     return set_score_phase(model, "hard")
 
@@ -160,7 +159,7 @@ def set_score_phase(model: nn.Module, phase: str, temperature: float | None = No
             "phase: got 'soft' with scores that are not log gates, expected 'hard' or 'off'; gates are the scorers 'hidden', "
             "'mlp', 'value' and your own"
         )
-    names = [layer.config._attn_implementation for layer in layers]  # before the first is stored
+    names = [implementation_of(layer.config) for layer in layers]  # before the first is stored
     for layer, name in zip(layers, names, strict=True):
         scoring = layer.scoring
         if scoring.phase == "off" and name != SCORED_NAME:
@@ -181,11 +180,10 @@ def remove_learned_scores(model: nn.Module) -> nn.Module:
         vars(layer.config).pop(CONFIG_NAME, None)
         remove_scorer(layer)
     for module in _pretrained_models(model):
-        if module.config._attn_implementation not in NAMES:
+        if implementation_of(module.config) not in NAMES:
             allow_continuous_batching(module)
         vars(module).pop(PIECES, None)
-        if _TIED_NAMES in vars(module):
-            module._tied_weights_keys = vars(module).pop(_TIED_NAMES)
+        restore_tied(module)
     remove_decoder_hooks(model)
     for module in model.modules():  # of a wrapper (torch.compile, PEFT) or of what it wraps
         vars(module).pop(_METHOD, None)
@@ -200,14 +198,6 @@ def scored_layers(model: nn.Module) -> list[nn.Module]:
             f"model: got a {type(model).__name__} without learned scores, expected a model prepared by add_learned_scores"
         )
     return layers
-
-
-def _leave_scorers_untied(model: PreTrainedModel) -> None:
-    """Excludes scorers from patterns of tied parameters. Zamba 2 ties whole blocks in each `tie_weights`."""
-    tied = vars(model).get("_tied_weights_keys")
-    if isinstance(tied, dict):  # a list of transformers 4 has no pairs
-        setattr(model, _TIED_NAMES, tied)
-        model._tied_weights_keys = {k + _BUT_SCORERS: v + _BUT_SCORERS for k, v in tied.items()}
 
 
 def _pretrained_models(model: nn.Module) -> Iterator[PreTrainedModel]:

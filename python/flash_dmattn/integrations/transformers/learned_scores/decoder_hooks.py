@@ -14,7 +14,7 @@ from transformers import PreTrainedModel
 from transformers.configuration_utils import PretrainedConfig
 
 from ..._shared.layer_call import intervals_of_documents, is_causal_mask
-from ..compat import find_cache
+from ..compat import find_cache, implementation_of
 from ..families import is_attention, takes_mask_of_positions, takes_masks_by_type
 from ..mask_functions import is_causal_config, mask_kind
 from ..model_state import PIECES, SCORED_NAME, remove_hooks
@@ -43,14 +43,14 @@ class DecoderHook:
         arguments = dict(zip(self.names, args, strict=False)) | options
         pieces = getattr(decoder, PIECES, None)
         if pieces is not None:
-            if config._attn_implementation != SCORED_NAME:
+            if implementation_of(config) != SCORED_NAME:
                 error = ValueError(
-                    f"attn_implementation: got {config._attn_implementation!r} with context parallelism (phase 'off', for one), "
+                    f"attn_implementation: got {implementation_of(config)!r} with context parallelism (phase 'off', for one), "
                     "expected the phase 'hard': others attend to this rank's piece alone"
                 )
                 pieces.group.collectives.raise_on_all_ranks("forward", error)
             return (), arguments | pieces.changed_arguments(arguments)
-        if config._attn_implementation != SCORED_NAME or find_cache(arguments) is not None:
+        if implementation_of(config) != SCORED_NAME or find_cache(arguments) is not None:
             return None
         if not self.by_type and not is_causal_config(config):
             return None

@@ -23,7 +23,7 @@ from ....scores import bias_to_learn
 from ..._shared.layer_call import layer_arguments, shows_only_tokens
 from ..cache import DynamicMaskCache
 from ..cache_layer import DynamicMaskLayer
-from ..compat import CACHE, CACHE_NAMES
+from ..compat import CACHE, CACHE_NAMES, implementation_of
 from ..model_state import PIECES, SCORED_NAME, SCORES, add_hook, remove_hooks
 from ..scored_attention import (
     KeyScores,
@@ -67,7 +67,7 @@ def add_scorer(
     late: bool,
 ) -> None:
     """Gives a layer scores. In the phase "off", and under another attention implementation, it acts as without them."""
-    base = layer.layer_idx, layer.config._attn_implementation
+    base = layer.layer_idx, implementation_of(layer.config)
     layer.scoring = Scoring(rule, dense_prefill, late, *base)
     layer.scorer, layer.layer_idx = scorer, number
     add_hook(layer, _begin_call)
@@ -76,7 +76,7 @@ def add_scorer(
 
 def uses_scores(layer: nn.Module) -> bool:
     """Whether a layer with scores uses them in this phase and attention implementation."""
-    return layer.scoring.phase != "off" and layer.config._attn_implementation == SCORED_NAME
+    return layer.scoring.phase != "off" and implementation_of(layer.config) == SCORED_NAME
 
 
 def remove_scorer(layer: nn.Module) -> None:
