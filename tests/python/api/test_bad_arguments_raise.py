@@ -356,6 +356,7 @@ def step_in_soft_phase(tokens):
         (RuntimeError, "target: got a model without scores", budget(lambda b: b.loss(0.1))),
         (ValueError, "sampled: got True with per_head=True", budget(lambda b: b.loss(0.1, sampled=True, per_head=True))),
         (ValueError, "texts: got shape (40,), expected [1, S, ...]", budget(lambda b: b.divide([torch.zeros(40)]))),
+        (ValueError, "texts: got shape (8, 40), expected [1, S, ...]", budget(lambda b: b.divide([torch.zeros(8, 40)]))),
         (ValueError, "texts: got one of 40 tokens, expected 41", budget(lambda b: b.divide([torch.randn(1, 40, 32)], length=41))),
         (ValueError, "texts: got none", budget(lambda b: b.divide([]))),
         (ValueError, "texts: got forwards without scores of layer 1", part_of_a_budget),
