@@ -91,6 +91,12 @@ def static(model):
     return StaticCache(config=model.config, max_cache_len=PROMPT + 3)
 
 
+def offloaded(model):
+    cache = DynamicCache(config=model.config)
+    cache.offloading = True  # a stream of a GPU copies its keys
+    return cache
+
+
 def keys_without_scores(model):
     cache = DynamicCache(config=model.config)
     model.set_score_phase("off")(make_ids(B, 3), past_key_values=cache)
@@ -199,6 +205,7 @@ CALLS_OF_SCORES = [
     ("^attention_mask: got an additive mask that adds other", call_scored(attention_mask=additive)),
     # Caches that do not fit.
     (f"^{CACHE}: got keys without scores in layer 0", call_scored(past_key_values=keys_without_scores, tokens=1)),
+    (f"^{CACHE}: got a DynamicCache with offloading=True", call_scored(past_key_values=offloaded)),
     ("^scores: got none.*add_learned_scores.* in the phase 'hard'", call_scored(past_key_values=slots, phase="off")),
     ("^scores: got none", go_on_without_scores),
     (f"^{CACHE}: got a DynamicMaskCache whose layer 0 got no keys", attend(cache=slots)),

@@ -10,7 +10,7 @@ import transformers
 from transformers import DogeForCausalLM
 from transformers.models.doge.modeling_doge import DogeAttention
 
-from flash_dmattn.integrations.transformers import enable_flash_dmattn
+from flash_dmattn.integrations.transformers import compat, enable_flash_dmattn
 from flash_dmattn.integrations.transformers.doge import FlashDogeAttention
 from flash_dmattn.integrations.transformers.model_state import DOGE_NAME
 from python_process import run_forked
@@ -75,6 +75,13 @@ assert model.config is config
 """)
     words = f"transformers: got version {transformers.__version__} without PreTrainedModel.{name}, "
     assert run.stdout.count(words) == 3
+
+
+def test_later_transformers_that_makes_caches_elsewhere_warns(monkeypatch):
+    monkeypatch.setattr(compat, "_PREPARE", "not_there")
+    monkeypatch.setattr(compat, "NEWEST_TESTED", (4, 0))
+    with pytest.warns(UserWarning, match="is newer than flash_dmattn's tests"):
+        enable_flash_dmattn(make_base("Doge"), cache="dynamic_mask")
 
 
 def test_model_of_the_same_config_stays_as_it_is():

@@ -52,7 +52,7 @@ class DynamicMaskLayer(CacheLayerMixin):
         self.rule, self.chunk = rule.checked_cache_rule(), chunk
         self.is_compileable = static
         self.record_past = False
-        self.awaits_keys = False  # of a call whose attention adds them with their scores
+        self._expects_keys = False
         self.slots: KVSlots | None = None
         self._counter = counter if static else None
         self._counts_on_device = static and counter is None
@@ -352,12 +352,21 @@ class DynamicMaskLayer(CacheLayerMixin):
         self._hold_slots(self._make_slots(key_states, value_states, self.chunk))
         self.is_initialized = True
 
+    def expect_keys(self) -> None:
+        """Announces a call of a layer with scores. The layer's next `update` returns the new keys, which `attend_call` adds with
+        their scores. `stop_expecting` ends this after the layer's forward, which may have raised before its `update`."""
+        self._expects_keys = True
+
+    def stop_expecting(self) -> bool:
+        """Returns whether no `update` has come since `expect_keys`."""
+        expected, self._expects_keys = self._expects_keys, False
+        return expected
+
     def update(
         self, key_states: torch.Tensor, value_states: torch.Tensor, *args, **kwargs
     ) -> tuple[torch.Tensor, torch.Tensor]:
-        """Returns the keys and values of a call that is awaited. Raises ValueError for those without scores."""
-        if self.awaits_keys:
-            self.awaits_keys = False
+        """Returns keys and values that are expected. Raises ValueError for those without scores."""
+        if self.stop_expecting():
             return key_states, value_states
         raise ValueError(
             "scores: got none, expected those by which a DynamicMaskCache keeps keys. A Doge makes them after "

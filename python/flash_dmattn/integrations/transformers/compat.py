@@ -1,24 +1,44 @@
 """Work-arounds for missing features of transformers, each with the versions that need it, the issue or pull request (#) of
 huggingface/transformers that it waits for or follows, if there is one, and the condition for its removal.
 
-Everything else goes through transformers' registries, `AttentionInterface` and `AttentionMaskInterface`, through subclasses of
-its classes, and through hooks and attributes of a model that the caller names. At import `wrap_implementation_setter` wraps two
-methods of `PreTrainedModel`; nothing else of transformers is changed, then or later.
+Two more are elsewhere: `_shared.layer_call.target_dtype`, which needs no transformers, reads private attributes of quantized
+configs (4.57 to 5.24), and `context_parallel.ContextParallelTrainerMixin` overrides a private method of `Trainer` (4.57 to 5.24).
+Where an argument differs between versions, a comment there says "transformers 4". Everything else goes through transformers'
+registries, `AttentionInterface` and `AttentionMaskInterface`, through subclasses of its classes, and through hooks and attributes
+of a model that the caller names. At import `wrap_implementation_setter` wraps two methods of `PreTrainedModel`; nothing else of
+transformers is changed, then or later.
 """
 
 import copy
 import functools
 import inspect
-from collections.abc import Callable, Collection, Iterator, Mapping
+import warnings
+from collections.abc import Callable, Collection, Iterable, Iterator, Mapping
 from functools import partial
 
 import torch
 import transformers
 from torch import nn
-from transformers import PreTrainedModel, cache_utils
+from transformers import PreTrainedModel, cache_utils, masking_utils
 from transformers.cache_utils import Cache
 from transformers.configuration_utils import PretrainedConfig
 from transformers.models.doge.modeling_doge import DogeModel
+
+NEWEST_TESTED = (5, 24)
+
+
+def is_untested() -> bool:
+    """Whether this transformers is of a later minor version than those that were tested."""
+    return tuple(map(int, transformers.__version__.split(".")[:2])) > NEWEST_TESTED
+
+
+def bind_arguments(names: Iterable[str], args: tuple, options: Mapping[str, object]) -> dict:
+    """Returns the arguments of a call by their names. names: of the positional ones, in their order."""
+    return dict(zip(names, args, strict=False)) | options
+
+
+# The function of masks in which every query sees every key. 4.57 has none. Remove when 4.57 is no longer supported.
+BIDIRECTIONAL = getattr(masking_utils, "bidirectional_mask_function", None)
 
 # ---- The caches of models ---------------------------------------------------------------------------
 
@@ -26,7 +46,7 @@ from transformers.models.doge.modeling_doge import DogeModel
 # takes the old name until 5.40. Remove the old name when 5.24 is the oldest version.
 MODEL_ARGUMENTS = tuple(inspect.signature(DogeModel.forward).parameters)[1:]
 CACHE = "cache" if "cache" in MODEL_ARGUMENTS else "past_key_values"
-CACHE_NAMES = ("cache", "past_key_values")
+CACHE_NAMES = ("cache", "past_key_values", "layer_past")  # the last one of layers of older models
 _PREPARE = "_prepare_cache_for_generation"
 
 # Whether `crop` of a cache also takes the length to cut the text to, as in 4.57. #47720 left the number of tokens to remove, 0 or
@@ -67,6 +87,12 @@ def set_cache_of_generate(
 
     if hasattr(model, _PREPARE):
         setattr(model, _PREPARE, partial(_prepare_cache, model, make_cache))
+    elif is_untested() and hasattr(model, "generate"):
+        warnings.warn(
+            f"{CACHE}: transformers {transformers.__version__} is newer than flash_dmattn's tests, and generate may make a cache of "
+            "all keys. Pass it a DynamicMaskCache(model.config)",
+            stacklevel=3,
+        )
 
 
 def _prepare_cache(
@@ -116,8 +142,8 @@ def _init_continuous_batching(model: PreTrainedModel, names: Collection[str], *a
 
 # ---- Parameters that are elsewhere ------------------------------------------------------------------
 
-# The attribute of a module where accelerate keeps its hook, of which nothing public tells. Remove when a public function says
-# where a module computes.
+# The attribute of a module where accelerate 1.0 to 1.15 keeps its hook, of which nothing public tells. Remove when a public
+# function says where a module computes.
 _HOOK = "_hf_hook"
 
 
@@ -143,8 +169,8 @@ def is_offloaded(module: nn.Module) -> bool:
 
 
 def change_class(layer: nn.Module, cls: type[nn.Module]) -> None:
-    """Makes a layer one of a subclass, with its parameters, modules, buffers and hooks. accelerate's hooks (`device_map`) call the
-    forward that they found, so they get the new one. Remove when layers can be registered by class."""
+    """Makes a layer one of a subclass, with its parameters, modules, buffers and hooks. accelerate's hooks (`device_map`, 1.0 to
+    1.15) call the forward that they found, so they get the new one. Remove when layers can be registered by class."""
     layer.__class__ = cls
     if "_old_forward" in vars(layer):
         layer._old_forward = partial(cls.forward, layer)

@@ -23,7 +23,7 @@ from ...keys.rule import SelectionRule
 from .._shared.layer_call import causal_mask
 from .cache import DynamicMaskCache
 from .cache_layer import DynamicMaskLayer
-from .compat import CACHE, find_cache
+from .compat import CACHE, bind_arguments, find_cache
 from .families import is_attention
 from .learned_scores.layers import has_scores
 from .model_state import PIECES
@@ -191,7 +191,7 @@ def check_labels(model: PreTrainedModel, args: tuple, options: dict) -> None:
     if pieces is None:
         return
     names = inspect.signature(model.forward).parameters
-    options = dict(zip(names, args, strict=False)) | options
+    options = bind_arguments(names, args, options)
     labels, items = map(options.get, ("labels", "num_items_in_batch"))
     pieces.group.collectives.agreed_result(
         "forward with labels",

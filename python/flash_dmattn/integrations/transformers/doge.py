@@ -231,8 +231,7 @@ class FlashDogeAttention(DogeAttention):
         """Adds tokens to a cache of all keys. Returns all keys and values [B, Sk, Hkv, D], and scores [B, Hkv, Sk]."""
         state = CacheState.of_layer(cache, self.layer_idx, position)
         key, value = swap_heads_and_tokens(key, value)
-        arguments = () if position is None else ({"cache_position": position},)
-        key, value = cache.update(key, value, self.layer_idx, *arguments)
+        key, value = cache.update(key, value, self.layer_idx, *state.arguments)
         scores = store_scores(cache, self.layer_idx, self.config, scores, state, key)
         key, value = swap_heads_and_tokens(key, value)
         # Eager attention rounds the scores of all keys together.

@@ -20,6 +20,7 @@ from .cache import DynamicMaskCache
 from .compat import (
     CACHE,
     MODEL_ARGUMENTS,
+    bind_arguments,
     find_cache,
     implementation_of,
     own_config,
@@ -233,7 +234,7 @@ def _begin_forward(model: DogeModel, args: tuple, options: dict) -> tuple[tuple,
     """Adds the default cache and the context of the layers, before DogeModel.forward."""
     if implementation_of(model.config) != DOGE_NAME:
         return None
-    arguments = dict(zip(MODEL_ARGUMENTS, args, strict=False)) | options
+    arguments = bind_arguments(MODEL_ARGUMENTS, args, options)
     _refuse_additive_padding(arguments.get("attention_mask"))
     pieces = getattr(model, PIECES, None)
     if pieces is not None:

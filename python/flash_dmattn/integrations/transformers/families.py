@@ -153,7 +153,7 @@ def reason_against_scores(layer: nn.Module) -> str | None:
         return "can attend to another input than their own"
     if "hidden_states" not in parameters or not has_keywords:
         return "do not pass keywords from their input to the attention function"
-    if not {*CACHE_NAMES, "layer_past"} & set(parameters):
+    if not set(CACHE_NAMES) & set(parameters):
         return "have no cache"
     if getattr(layer, "is_kv_shared_layer", False):
         return "take their keys from another layer"

@@ -16,9 +16,8 @@ from .._shared.layer_call import (
     check_known_keywords,
     intervals_of_documents,
 )
+from .compat import BIDIRECTIONAL
 
-# The function of masks in which every query sees every key. 4.57 has none.
-_BIDIRECTIONAL = getattr(masking_utils, "bidirectional_mask_function", None)
 # Keywords for implementations that do not evaluate `mask_function` or that make additive masks, and one that says whether
 # None may replace causality, which the result of this function always includes.
 _IGNORED_KEYWORDS = frozenset(
@@ -108,7 +107,7 @@ def key_interval_mask(
             every = torch.arange(2, dtype=torch.int32, device=device)
             return _hide_padding(every, present, batch_size)
         first = positions.first_queries()
-    elif mask_function is _BIDIRECTIONAL:
+    elif mask_function is BIDIRECTIONAL:
         if allow_is_bidirectional_skip and positions.all_keys_are_tokens(present):
             return None
         if q_length == 1:

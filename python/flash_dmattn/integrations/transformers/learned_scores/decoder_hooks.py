@@ -14,7 +14,7 @@ from transformers import PreTrainedModel
 from transformers.configuration_utils import PretrainedConfig
 
 from ..._shared.layer_call import intervals_of_documents, is_causal_mask
-from ..compat import find_cache, implementation_of
+from ..compat import bind_arguments, find_cache, implementation_of
 from ..families import is_attention, takes_mask_of_positions, takes_masks_by_type
 from ..mask_functions import is_causal_config, mask_kind
 from ..model_state import PIECES, SCORED_NAME, remove_hooks
@@ -40,7 +40,7 @@ class DecoderHook:
         if not self.names:
             return None
         config = decoder.config
-        arguments = dict(zip(self.names, args, strict=False)) | options
+        arguments = bind_arguments(self.names, args, options)
         pieces = getattr(decoder, PIECES, None)
         if pieces is not None:
             if implementation_of(config) != SCORED_NAME:

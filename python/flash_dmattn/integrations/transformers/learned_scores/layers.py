@@ -23,7 +23,7 @@ from ....scores import bias_to_learn
 from ..._shared.layer_call import layer_arguments, shows_only_tokens
 from ..cache import DynamicMaskCache
 from ..cache_layer import DynamicMaskLayer
-from ..compat import CACHE, CACHE_NAMES, implementation_of
+from ..compat import CACHE, bind_arguments, find_cache, implementation_of
 from ..model_state import PIECES, SCORED_NAME, SCORES, add_hook, remove_hooks
 from ..scored_attention import (
     KeyScores,
@@ -37,7 +37,6 @@ from ..scored_cache import CacheState, store_scores
 
 # query [B, Sq, Hq, D], key [B, Sk, Hkv, D], value [B, Sk, Hkv, Dv]
 States = tuple[Tensor, Tensor, Tensor]
-_CACHE_NAMES = (*CACHE_NAMES, "layer_past")
 
 
 @dataclass
@@ -92,11 +91,12 @@ def _begin_call(layer: nn.Module, args: tuple, keywords: dict) -> tuple[tuple, d
     pieces = keywords.pop(PIECES, None)
     if not uses_scores(layer):
         return None
-    keywords = dict(zip(_argument_names(type(layer)), args, strict=False)) | keywords
-    cache = next((keywords[n] for n in _CACHE_NAMES if keywords.get(n) is not None), None)
+    keywords = bind_arguments(_argument_names(type(layer)), args, keywords)
     number = _number_in_cache(layer, keywords)
     position = keywords.get("cache_position")
-    call = ScoreCall(layer, number, keywords["hidden_states"], cache, position, pieces)
+    call = ScoreCall(
+        layer, number, keywords["hidden_states"], find_cache(keywords), position, pieces
+    )
     return (), keywords | {SCORES: call}
 
 
@@ -109,7 +109,7 @@ def _number_in_cache(layer: nn.Module, keywords: dict) -> int:
 def _end_call(layer: nn.Module, args: tuple, keywords: dict, output: object) -> None:
     call = keywords.get(SCORES)
     if call is not None and call.slots is not None:
-        call.slots.awaits_keys = False  # the forward may have raised before it updated the cache
+        call.slots.stop_expecting()  # the forward may have raised before it updated the cache
     if call is not None and output is not None and not call.has_attended:
         raise RuntimeError(
             f"{SCORES}: got no call of transformers' attention function with the keywords of {type(layer).__name__}, "
@@ -148,7 +148,7 @@ class ScoreCall:
         self.has_attended = False
         if isinstance(self.cache, DynamicMaskCache):
             self.slots = self.cache.slots_of(number)
-            self.slots.awaits_keys = True
+            self.slots.expect_keys()
         elif self.cache is not None:
             self.state = CacheState.of_layer(self.cache, number, position)
             self.first_query = self.state.position
@@ -196,7 +196,7 @@ class ScoreCall:
                 f"scorer: got a second attention call in layer {layer.layer_idx}, expected one: the cache stores one value per key"
             )
         self.has_attended, keys = True, key
-        if self.slots is not None and self.slots.awaits_keys:
+        if self.slots is not None and self.slots.stop_expecting():
             raise ValueError(
                 f"{CACHE}: got a DynamicMaskCache whose layer {self.number} got no keys, expected them. Use transformers' "
                 "DynamicCache"
