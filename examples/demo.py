@@ -197,7 +197,7 @@ def main(arguments: list[str] | None = None) -> None:
     add("--seconds", type=between(1), default=150, help="training ends after this time")
     add("--context", type=between(2, 32768), default=2048, help="bytes per sequence")
     add("--window", type=between(1, 32768), default=256, help="keys that a query keeps")
-    add("--device", type=device, default="cuda" if is_available("cuda") else "cpu", help="of torch")
+    add("--device", type=device, default="cuda" if is_available("cuda") else "cpu", help="of torch; a GPU computes in bfloat16")  # fmt: skip
     add("--output", type=new_folder, default="demo-output", help="folder for text and picture")
     add("--seed", type=between(0), default=0, help="of initial weights, batches and generated text")
     options = parser.parse_args(arguments)

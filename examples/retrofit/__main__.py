@@ -237,7 +237,8 @@ def write_text(model: nn.Module, tasks: Tasks) -> str:
     """Returns a question about a fact in a long text, and what the model writes after it with the small cache."""
     sample, cache = tasks.make_sample("one needle", 0), DynamicMaskCache(model.config)
     ids = torch.tensor([sample.text + sample.questions[0]], device=model.device)
-    [written] = model.generate(ids, past_key_values=cache, max_new_tokens=40, do_sample=False, pad_token_id=0)  # fmt: skip
+    options = {"attention_mask": torch.ones_like(ids), "past_key_values": cache, "pad_token_id": 0}
+    [written] = model.generate(ids, **options, max_new_tokens=40, do_sample=False)
     n = ids.shape[1]
     return " >>>".join(map(tasks.tokenizer.decode, (written[n - 60 : n], written[n:])))
 
