@@ -137,12 +137,11 @@ def run_python(jobs: str) -> tuple[int, int, int]:
     report = BUILD / "python.xml"
     report.unlink(missing_ok=True)
     library = BUILD / "bindings" / "torch" / "_C.so"
+    threads = max(1, (os.cpu_count() or 1) // int(jobs))  # by default torch takes all cores in each
     environment = os.environ | {
         "PYTHONPATH": str(ROOT / "python"),
         "FLASH_DMATTN_LIBRARY": str(library),
-        "OMP_NUM_THREADS": str(
-            max(1, (os.cpu_count() or 1) // int(jobs))
-        ),  # torch takes all in each
+        "OMP_NUM_THREADS": str(threads),
     }
     command = [sys.executable, "-m", "pytest", "-v", "-m", "gpu", *TESTS, "--junitxml", report]
     if importlib.util.find_spec("xdist"):

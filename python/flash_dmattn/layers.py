@@ -445,9 +445,9 @@ def _rule_of_bits(bits: Tensor, name: str, heads: int) -> SelectionRule | None:
     if bits.shape != (5 + heads, 64):
         raise ValueError(f"{name}: got shape {tuple(bits.shape)}, expected {(5 + heads, 64)}")
     values = bits.to("cpu", torch.float64)
-    ones = (values > 0.5).long()
-    if not values.any():
+    if not values.any():  # of a layer without a budget
         return None
+    ones = (values > 0.5).long()
     if not ((values - ones).abs() <= 0.25).all():
         raise ValueError(
             f"{name}: got numbers between 0 and 1, as in an average of states with different rules, expected the bits of one rule"

@@ -23,9 +23,8 @@ _INDICES = "flash_dmattn_score_layers"  # the attribute of a cache: {number of a
 def check_cache(cache: object) -> None:
     if not isinstance(cache, Cache):
         raise TypeError(f"{CACHE}: got {type(cache).__name__}, expected a transformers Cache")
-    if getattr(
-        cache, "offloading", False
-    ):  # it would bring the layers of scores in place of those of keys
+    # Offloading would bring the layers of scores in place of those of keys.
+    if getattr(cache, "offloading", False):
         raise ValueError(
             f"{CACHE}: got a {type(cache).__name__} with offloading=True, expected one without for a model with scores"
         )
