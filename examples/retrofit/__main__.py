@@ -24,21 +24,9 @@ from tqdm import tqdm
 from transformers import Cache, DynamicCache
 from transformers.utils import logging
 
+import flash_dmattn.integrations.transformers as dmattn
 from command_line import between, device, new_folder, rate
 from flash_dmattn import is_available
-from flash_dmattn.integrations.transformers import (
-    DynamicMaskCache,
-    ScoreSchedule,
-    add_learned_scores,
-    budget_loss,
-    divergence,
-    divide_budget,
-    freeze_all_but_scores,
-    load_scores,
-    remove_learned_scores,
-    save_scores,
-    set_key_budgets,
-)
 
 from .tasks import NAMES, Sample, Tasks, recall
 from .texts import BASES, load_base, read_texts
@@ -56,9 +44,9 @@ PRESSES = ("KeyDiffPress", "ExpectedAttentionPress", "SnapKVPress", "TOVAPress")
 TOGETHER = 25  # samples that are read in one batch
 
 
-def train(model: nn.Module, teacher: nn.Module, batches: Iterator[Tensor], schedule: ScoreSchedule, options: argparse.Namespace) -> None:  # fmt: skip
+def train(model: nn.Module, teacher: nn.Module, batches: Iterator[Tensor], schedule: dmattn.ScoreSchedule, options: argparse.Namespace) -> None:  # fmt: skip
     """Trains the scores, and the base if it has a rate, to predict what the teacher does, with few old keys. batches: [B, S]."""
-    scores = freeze_all_but_scores(model)
+    scores = dmattn.freeze_all_but_scores(model)
     base = [p for p in model.parameters() if not p.requires_grad] if options.base_rate else []
     weights = [p.requires_grad_().detach().float() for p in base]  # bfloat16 would lose small steps
     groups = [{"params": scores, "highest": options.rate}, {"params": weights, "highest": options.base_rate}]  # fmt: skip
@@ -73,8 +61,8 @@ def train(model: nn.Module, teacher: nn.Module, batches: Iterator[Tensor], sched
         with torch.no_grad():
             expected = teacher(ids, **later_half).logits
         model.set_score_phase("soft", temperature=schedule.temperature)
-        loss = divergence(model(ids, **later_half).logits, expected)
-        excess = budget_loss(model, schedule.target(progress))
+        loss = dmattn.divergence(model(ids, **later_half).logits, expected)
+        excess = dmattn.budget_loss(model, schedule.target(progress))
         (loss + schedule.weight * excess).backward()
         for weight, parameter in zip(weights, base, strict=True):
             weight.grad = parameter.grad.float()
@@ -109,39 +97,41 @@ class Evaluation:
 
     @torch.no_grad()
     def add_row(self, method: str, part: int = 1, seed: int = 0, press: type | None = None) -> None:
-        """Adds sizes of caches, losses and shares of right answers. press: of kvpress, cuts caches after a text was read."""
-        began, sizes, answers = time.perf_counter(), [], {}
+        """Adds costs, losses and shares of right answers. press: of kvpress, cuts caches after a text was read."""
+        costs, answers = [], {}
         losses = self._losses() if press is None else {}
         for name, samples in self.samples.items():
             right = []
             for together in (samples[i : i + TOGETHER] for i in range(0, len(samples), TOGETHER)):
-                is_whole = press is not None or part == 1
-                cache = DynamicCache() if is_whole else DynamicMaskCache(self.model.config)
+                kind = DynamicCache if press or part == 1 else dmattn.DynamicMaskCache
+                cache = kind(config=self.model.config)
                 ratio = 1 - self.options.length / part / len(together[0].text)
                 with press(compression_ratio=ratio)(self.model) if press else nullcontext():
-                    written = self._answers(together, cache, sizes)
+                    written = self._answers(together, cache, costs)
                 right += map(recall, written, sum((sample.answers for sample in together), []))
             answers[name] = fmean(right)
-        keys, mebibytes = map(fmean, zip(*sizes, strict=True))
-        row = {"method": method, "kept": f"1/{part}", "seed": seed, "seconds": time.perf_counter() - began}  # fmt: skip
-        self.rows.append(row | {"keys a head": keys, "MiB": mebibytes, **losses, **answers})
+        keys, size, read, wrote = zip(*costs, strict=True)
+        row = {"method": method, "kept": f"1/{part}", "seed": seed, "keys a head": fmean(keys), "MiB": fmean(size)}  # fmt: skip
+        speeds = {"prefill tokens/s": max(read), "decode tokens/s": max(wrote)}
+        self.rows.append(row | speeds | losses | answers)
         print(*(f"{v:.3f}" if isinstance(v, float) else v for v in self.rows[-1].values()))
 
     def _losses(self) -> dict[str, float]:
         """Returns the mean loss of a token in each of the last three octaves of positions."""
         losses = []
-        for ids in self.texts:
-            ids = torch.tensor(ids, device=self.model.device)
+        for ids in torch.tensor(self.texts, device=self.model.device):
             logits = self.model(ids[None, :-1], use_cache=False).logits[0]
             losses.append(F.cross_entropy(logits.float(), ids[1:], reduction="none"))
         mean, begins = torch.stack(losses).mean(0), [self.tasks.length >> i for i in (3, 2, 1)]
         return {f"loss {i}-{2 * i}": mean[i : 2 * i].mean().item() for i in begins}
 
-    def _answers(self, samples: list[Sample], cache: Cache, sizes: list) -> list[str]:
-        """Returns what the model writes after each question about samples of one task. Appends the size of the cache."""
+    def _answers(self, samples: list[Sample], cache: Cache, costs: list) -> list[str]:
+        """Returns what the model writes after each question about samples of one task. Appends the cache's size and speeds."""
         text = torch.tensor([sample.text for sample in samples]).to(self.model.device)
-        self.model(text, past_key_values=cache, use_cache=True, logits_to_keep=1)
-        sizes.append(size_of_cache(cache, len(samples)))
+        times = [time.perf_counter()]
+        self.model(text, past_key_values=cache, logits_to_keep=1).logits.cpu()  # waits for a GPU
+        times.append(time.perf_counter())
+        size = size_of_cache(cache, len(samples))
         cache.batch_repeat_interleave(len(samples[0].questions))
         ids = text.new_tensor([question for sample in samples for question in sample.questions])
         written, seen = [], text.shape[1]
@@ -149,7 +139,10 @@ class Evaluation:
             positions = seen + torch.ones_like(ids).cumsum(1) - 1  # unknown to a cut cache
             seen += ids.shape[1]
             ids = self.model(ids, past_key_values=cache, position_ids=positions, logits_to_keep=1).logits.argmax(-1)  # fmt: skip
-            written.append(ids)
+            written.append(ids.cpu())
+            times.append(time.perf_counter())
+        one_by_one = len(ids) * (len(written) - 1)
+        costs.append((*size, text.numel() / (times[1] - times[0]), one_by_one / (times[-1] - times[2])))  # fmt: skip
         return self.tasks.tokenizer.batch_decode(torch.cat(written, 1))
 
 
@@ -158,22 +151,21 @@ def size_of_cache(cache: Cache, texts: int) -> tuple[float, float]:
     keys, size = [], 0
     for layer in cache.layers:
         slots = getattr(layer, "slots", None)
-        keys.append(layer.keys.shape[2] if slots is None else slots.counts[..., 0].double().mean())
-        tensors = (layer.keys, layer.values) if slots is None else slots.tensors
-        size += sum(tensor.nbytes for tensor in tensors)
-    return fmean(map(float, keys)), size / texts / 2**20
+        keys.append(layer.keys.shape[2] if slots is None else slots.counts[..., 0].double().mean().item())  # fmt: skip
+        size += sum(t.nbytes for t in ((layer.keys, layer.values) if slots is None else slots.tensors))  # fmt: skip
+    return fmean(keys), size / texts / 2**20
 
 
 def make_table(rows: list[dict]) -> str:
     """Returns rows as Markdown. The rows of several trainings become one: their mean and half their range."""
-    names = [name for name in rows[0] if name not in ("method", "kept", "seed", "seconds")]
+    names = [name for name in rows[0] if name not in ("method", "kept", "seed")]
     lines = ["| keys | of all | " + " | ".join(names) + " |", "|---" * (len(names) + 2) + "|"]
     for method, kept in dict.fromkeys((row["method"], row["kept"]) for row in rows):
         group = [row for row in rows if (row["method"], row["kept"]) == (method, kept)]
         cells = [method, kept]
         for name in names:
             values = [row[name] for row in group if name in row]
-            digits = 0 if name == "keys a head" else 3 if name.startswith("loss") else 2
+            digits = 0 if name.endswith(("head", "/s")) else 3 if name.startswith("loss") else 2
             half = f" ± {(max(values) - min(values)) / 2:.{digits}f}" if len(values) > 1 else ""
             cells.append(f"{fmean(values):.{digits}f}{half}" if values else "")
         lines.append("| " + " | ".join(cells) + " |")
@@ -192,41 +184,37 @@ def measure_untrained(evaluation: Evaluation, options: argparse.Namespace) -> No
     for part in options.keep:
         keys, (window, _) = options.length // part, rule_of(part, options)
         for scorer, kept in (("random", 0), ("random", window), ("key_norm", window)):
-            rule = {"recent_window": keys - kept - SINKS, "sink_tokens": SINKS}
-            add_learned_scores(evaluation.model, kept, scorer=scorer, **rule)
+            dmattn.add_learned_scores(evaluation.model, kept, scorer=scorer, recent_window=keys - kept - SINKS, sink_tokens=SINKS)  # fmt: skip
             evaluation.add_row(scorer.replace("_", " ") if kept else "sinks and recent", part)
-            remove_learned_scores(evaluation.model)
+            dmattn.remove_learned_scores(evaluation.model)
         for name in PRESSES if options.presses else ():
-            press = getattr(import_module("kvpress"), name)
-            evaluation.add_row(f"{name}, after the text", part, press=press)
+            evaluation.add_row(f"{name}, after the text", part, press=getattr(import_module("kvpress"), name))  # fmt: skip
 
 
 def measure_trained(evaluation: Evaluation, teacher: nn.Module, streams: list[list[int]], options: argparse.Namespace, seed: int) -> None:  # fmt: skip
     """Trains scores for each budget, from those of the next larger one. Adds its rows: the same for all heads, and divided."""
     model, folder = evaluation.model, options.output / f"scores-{seed}"
     length, tokenizer = options.length, evaluation.tasks.tokenizer
-    batches, sample_batches = (
-        training_batches(streams, Tasks(tokenizer, streams[0], size), seed, options.batch)
-        for size in (options.trained_length, length)
-    )
+    tasks = (Tasks(tokenizer, streams[0], size) for size in (options.trained_length, length))
+    batches, sample_batches = (training_batches(streams, t, seed, options.batch) for t in tasks)
     samples = [text for _ in range(8) for text in next(sample_batches)]
     torch.manual_seed(seed)
     for part in sorted(options.keep):
         (window, recent), is_first = rule_of(part, options), part == min(options.keep)
-        model = model if is_first else remove_learned_scores(model)
-        add_learned_scores(model, window, recent_window=recent, sink_tokens=SINKS)
+        model = model if is_first else dmattn.remove_learned_scores(model)
+        dmattn.add_learned_scores(model, window, recent_window=recent, sink_tokens=SINKS)
         if not is_first:  # gates are no longer open, and the target falls to theirs at once
-            load_scores(model, folder)
+            dmattn.load_scores(model, folder)
         share = window / (length - recent - SINKS)
-        train(model, teacher, batches, ScoreSchedule(share=share, narrowing=0.4 if is_first else 0.1), options)  # fmt: skip
+        train(model, teacher, batches, dmattn.ScoreSchedule(share=share, narrowing=0.4 if is_first else 0.1), options)  # fmt: skip
         model.set_score_phase("hard")
         evaluation.add_row("learned, the same for each head", part, seed)
-        budgets = divide_budget(model, samples, mean_keys=length / part)
+        budgets = dmattn.divide_budget(model, samples, mean_keys=length / part)
         print(budgets)
         budgets.draw(options.output / f"budgets-{part}-{seed}.png")
-        set_key_budgets(model, budgets)
+        dmattn.set_key_budgets(model, budgets)
         evaluation.add_row("learned, divided over heads", part, seed)
-        save_scores(model, folder)
+        dmattn.save_scores(model, folder)
     if options.base_rate:
         model.set_score_phase("off")
         evaluation.add_row("all, with the trained base", seed=seed)
@@ -235,12 +223,11 @@ def measure_trained(evaluation: Evaluation, teacher: nn.Module, streams: list[li
 
 def write_text(model: nn.Module, tasks: Tasks) -> str:
     """Returns a question about a fact in a long text, and what the model writes after it with the small cache."""
-    sample, cache = tasks.make_sample("one needle", 0), DynamicMaskCache(model.config)
+    sample, cache = tasks.make_sample("one needle", 0), dmattn.DynamicMaskCache(model.config)
     ids = torch.tensor([sample.text + sample.questions[0]], device=model.device)
     options = {"attention_mask": torch.ones_like(ids), "past_key_values": cache, "pad_token_id": 0}
     [written] = model.generate(ids, **options, max_new_tokens=40, do_sample=False)
-    n = ids.shape[1]
-    return " >>>".join(map(tasks.tokenizer.decode, (written[n - 60 : n], written[n:])))
+    return " >>>".join(tasks.tokenizer.decode(part) for part in written.split(ids.shape[1]))[-800:]
 
 
 def run(options: argparse.Namespace) -> None:
@@ -257,13 +244,13 @@ def run(options: argparse.Namespace) -> None:
     teacher = copy.deepcopy(model).requires_grad_(False)
     for seed in options.seeds:
         if seed != options.seeds[0]:
-            remove_learned_scores(model).load_state_dict(teacher.state_dict())
+            dmattn.remove_learned_scores(model).load_state_dict(teacher.state_dict())
         measure_trained(evaluation, teacher, training, options, seed)
     written, table = write_text(model, tasks), make_table(evaluation.rows)
     seconds = time.perf_counter() - began
     print(f"with the small cache:\n{written}\n\n{table}\n\n{seconds:.0f} s; files in {options.output}")  # fmt: skip
-    record = {name: str(value) for name, value in vars(options).items()}
-    record |= {"source": source, "text": written, "all": seconds, "rows": evaluation.rows}
+    record = {**{name: str(value) for name, value in vars(options).items()}, "source": source}
+    record |= {"text": written, "seconds": seconds, "rows": evaluation.rows}
     (options.output / "record.json").write_text(json.dumps(record, indent=1))
     (options.output / "table.md").write_text(table + "\n")
 
