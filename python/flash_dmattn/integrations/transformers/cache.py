@@ -12,8 +12,9 @@ from transformers.configuration_utils import PretrainedConfig
 from ..._core.checks import check_count, resolve_flag
 from ...keys.rule import SelectionRule
 from .._shared.config_rules import LearnedScores, rules_of
-from .cache_layer import RECORDED_TOKENS, DynamicMaskLayer
+from .cache_layer import DynamicMaskLayer
 from .compat import CACHE, CROPS_TO_A_LENGTH, StateLayer
+from .recorded_tokens import RECORDED_TOKENS
 
 
 class DynamicMaskCache(Cache):

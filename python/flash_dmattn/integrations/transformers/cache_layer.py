@@ -3,7 +3,6 @@
 from collections.abc import Callable
 
 import torch
-import torch.nn.functional as F
 from transformers.cache_utils import CacheLayerMixin
 
 from ..._core.kv_checks import check_slot_kernels
@@ -14,9 +13,8 @@ from ...keys.rule import SelectionRule
 from ...merge import add_sink
 from .._shared.layer_call import present_tokens, swap_heads_and_tokens
 from .compat import CACHE
-from .token_order import ScoredTokens, TokenOrder, counts_tokens, gather_columns, tokens_first
-
-RECORDED_TOKENS = 128  # at least this many tokens can be dropped again
+from .recorded_tokens import RECORDED_TOKENS, RecordedTokens
+from .token_order import ScoredTokens, TokenOrder, gather_columns, tokens_first
 
 
 class DynamicMaskLayer(CacheLayerMixin):
@@ -60,9 +58,7 @@ class DynamicMaskLayer(CacheLayerMixin):
         # _length counts them.
         self._seen = 0
         self._length: torch.Tensor | None = None
-        self._counts_tokens = counts_tokens(self.rule)
-        # The pending columns, if padding gave the slots another order.
-        self._recorded: ScoredTokens | None = None
+        self._recorded = RecordedTokens(self.rule)
         # score_weights' result, and whether it is of this text.
         self._score_weights: tuple[torch.Tensor | None, ...] | None = None
         self._has_score_weights = False
@@ -108,13 +104,13 @@ class DynamicMaskLayer(CacheLayerMixin):
         filled = length - pending
         if filled:
             part, order = tokens.part(0, filled), None
-            if self._have_order(part):
+            if self._recorded.have_order(part):
                 order = TokenOrder.of_padding(part.present, filled)
             if order is not None:
                 part = part.at(order.keys)
             self.slots.fill(*part[:3], key_mask=part.present)
         if pending:
-            self._append_recorded(tokens.part(filled, length))
+            self._recorded.append(self.slots, tokens.part(filled, length))
         self._seen = length
         if self._counts_on_device:
             self._length.fill_(length)
@@ -130,7 +126,8 @@ class DynamicMaskLayer(CacheLayerMixin):
         self._check_rows(slots.k)
         self.prefetch()
         self.slots.restore(slots)
-        self._seen, self._recorded = tokens, None
+        self._recorded.clear()
+        self._seen = tokens
         if self._counts_on_device:
             self._length.fill_(tokens)
 
@@ -199,11 +196,11 @@ class DynamicMaskLayer(CacheLayerMixin):
         self.prefetch()
         if late_scores is not None:
             self.slots._check_tokens(*tokens[:3], query, key_mask=tokens.present)
-            self._rescore_last(late_scores, tokens.present)
+            self._recorded.rescore_last(self.slots, late_scores, tokens.present)
         self._make_room(length)
-        has_order = self._have_order(tokens)
+        has_order = self._recorded.have_order(tokens)
         if self.record_past:
-            out, lse = self._attend_recorded(query, tokens, *options)
+            out, lse = self._recorded.attend(self.slots, query, tokens, *options)
         elif not has_order and length == 1:
             out, lse = self.slots._step(query, *tokens, *options)
         elif length == 1:
@@ -221,14 +218,6 @@ class DynamicMaskLayer(CacheLayerMixin):
         self._count_tokens(length)
         return out, lse
 
-    def _rescore_last(self, scores: torch.Tensor, present: torch.Tensor | None) -> None:
-        """Gives the last keys the scores [B, Hkv] that the first of new columns makes, unless it is padding in their row."""
-        self.slots.rescore_last(scores, None if present is None else present[:, 0])
-        if self._recorded is not None:
-            inverse = tokens_first(self._recorded.present).argsort(1)
-            scores = gather_columns(self.slots._pending_of(self.slots.scores), inverse, 2)
-            self._recorded = self._recorded._replace(scores=scores)
-
     def _step_of_tokens(
         self, query: torch.Tensor, tokens: ScoredTokens, *options
     ) -> tuple[torch.Tensor, torch.Tensor]:
@@ -242,70 +231,6 @@ class DynamicMaskLayer(CacheLayerMixin):
             is_token = tokens.present.view(-1, *[1] * (tensor.dim() - 1))
             tensor.copy_(torch.where(is_token, tensor, old))
         return result
-
-    def _have_order(self, tokens: ScoredTokens) -> bool:
-        """Whether padding of tokens changes their order in the slots."""
-        return tokens.present is not None and self._counts_tokens
-
-    def _attend_recorded(
-        self, query: torch.Tensor, tokens: ScoredTokens, *options
-    ) -> tuple[torch.Tensor, torch.Tensor]:
-        """Adds tokens, which stay pending, and computes their attention."""
-        parts = []
-        for rows in query.split(self.slots.chunk, 1):
-            length, start = rows.shape[1], sum(out.shape[1] for out, _ in parts)
-            self._commit_oldest(self.slots.pending + length - self.slots.chunk)
-            columns = self._append_recorded(tokens.part(start, start + length))
-            if columns is None:
-                parts.append(self.slots._attend(rows, None, *options))
-                continue
-            earlier = columns.shape[1] - length
-            queries = F.pad(rows, (0, 0, 0, 0, earlier, 0))
-            result = self.slots._attend(gather_columns(queries, columns, 1), None, *options)
-            last = columns.argsort(1)[:, earlier:]
-            parts.append(
-                tuple(gather_columns(t, last, dim) for t, dim in zip(result, (1, 2), strict=True))
-            )
-        outs, lses = zip(*parts, strict=True)
-        return torch.cat(outs, dim=1), torch.cat(lses, dim=2)
-
-    def _append_recorded(self, tokens: ScoredTokens) -> torch.Tensor | None:
-        """Adds pending columns. If padding changes their order, the slots get the tokens of each row first, and the numbers of
-        all pending columns in that order are returned, [B, n]."""
-        slots, has_order = self.slots, self._recorded is not None or self._have_order(tokens)
-        earlier = self._pending_columns() if has_order and slots.pending else None
-        slots.append(*tokens[:3], key_mask=tokens.present)  # raises before anything has changed
-        if not has_order:
-            return None
-        self._recorded = tokens.copied() if earlier is None else earlier.before(tokens)
-        slots.drop(slots.pending)
-        columns = tokens_first(self._recorded.present)
-        ordered = self._recorded.at(columns)
-        slots.append(*ordered[:3], key_mask=ordered.present)
-        return columns
-
-    def _pending_columns(self) -> ScoredTokens:
-        if self._recorded is not None:
-            return self._recorded
-        return ScoredTokens(*self.slots.pending_tokens(), self.slots.pending_mask())
-
-    def _commit_oldest(self, excess: int) -> None:
-        """Moves the tokens of the first `excess` pending columns to the slots, or of all if they are fewer."""
-        pending = self.slots.pending
-        if excess <= 0 or not pending:
-            return
-        rest = self._pending_columns().part(excess, pending) if excess < pending else None
-        self._commit(min(excess, pending))
-        if rest is not None:
-            self._append_recorded(rest)
-
-    def _commit(self, columns: int) -> None:
-        """Moves the tokens of the first pending columns to the slots. Drops the others."""
-        recorded, self._recorded = self._recorded, None
-        if recorded is not None:
-            self.slots.commit(recorded.present[:, :columns].sum(1, dtype=torch.int32))
-        elif self.slots.pending:
-            self.slots.commit(columns)
 
     def _check_rows(self, states: torch.Tensor) -> None:
         if states.shape[0] != self.batch_size:
@@ -419,12 +344,13 @@ class DynamicMaskLayer(CacheLayerMixin):
                 f"tokens_to_remove: got {tokens_to_remove}, expected {-self.slots.pending} or more: {self.slots.pending} tokens "
                 "are pending, and the others have evicted keys. Call activate_past_recording before the tokens are added"
             )
-        self._commit(kept)
+        self._recorded.commit(self.slots, kept)
         self._count_tokens(tokens_to_remove)
 
     def reset(self) -> None:
         """Forgets all tokens and keeps the memory. New tokens are not recorded until recording is activated again."""
-        self.record_past, self._recorded = False, None
+        self.record_past = False
+        self._recorded.clear()
         self._has_score_weights = False
         if self.is_initialized:
             self.slots.clear()
@@ -488,8 +414,7 @@ class DynamicMaskLayer(CacheLayerMixin):
         if self.is_empty:
             return
         rows = rows.to(self.keys.device)
-        if self._recorded is not None:
-            self._recorded = self._recorded.each(lambda t, _: t[rows])
+        self._recorded.select_rows(rows)
         if self.is_compileable and len(rows) == self.batch_size:
             self.slots.reorder(rows)
         else:
@@ -504,8 +429,7 @@ class DynamicMaskLayer(CacheLayerMixin):
                 **self.rule._asdict(), pending=self.slots.pending,
             )
         )  # fmt: skip
-        if self._recorded is not None:
-            self._recorded = self._recorded.each(lambda t, _: t.to(device))
+        self._recorded.move(device)
 
     def _resize_chunk(self, chunk: int) -> None:
         """Changes the number of places for pending tokens, except in a static layer, whose memory stays."""
@@ -522,7 +446,7 @@ class DynamicMaskLayer(CacheLayerMixin):
         if self.record_past:
             self._resize_chunk(max(tokens, RECORDED_TOKENS, self._slot_chunk))
             return
-        self._commit(self.slots.pending)  # nothing is recorded any more
+        self._recorded.commit(self.slots, self.slots.pending)  # nothing is recorded any more
         if tokens == 1:
             self._resize_chunk(self.chunk)
         else:
