@@ -16,6 +16,7 @@ from flash_dmattn.integrations.kvpress import add_press
 from flash_dmattn.integrations.transformers import (
     DynamicMaskCache,
     KeyBudgets,
+    ScoreSchedule,
     add_learned_scores,
     budget_loss,
     divide_budget,
@@ -229,6 +230,8 @@ CALLS_OF_SCORES = [
     ("with dms_separate_alpha=True and 0 tensors", dms(dms_separate_alpha=True)),
     ("^press: got dict, expected a ScorerPress", lambda: add_press(make_base(), {}, 4)),
     ("^press: got a DMSPress without threshold", lambda: add_press(make_base(), DMSPress())),
+    ("^narrowing: got 2, expected a number from 0 to 1", lambda: ScoreSchedule(narrowing=2)),
+    ("^share: got 0, expected a number from 1e-06 to 1", lambda: ScoreSchedule(share=0, by_ratio=True)),
     # Files.
     *(("^folder: got int, expected a path", call) for call in (
         lambda: load_scores(make_base(), 3), lambda: save_scores(make_scored(), 3))),
@@ -284,6 +287,18 @@ def test_scores_of_another_model_raise_and_leave_the_model(words, options, score
     save_scores(make_scored(scorer=scorer), tmp_path)
     model = make_base(**options)
     names = list(model.state_dict())
+    model.config.learned_scores = before = make_scored().config.learned_scores | {"late": True}
     with pytest.raises(ERRORS, match=words):
         load_scores(model, tmp_path)
     assert list(model.state_dict()) == names and not hasattr(model, "set_score_phase")
+    assert model.config.learned_scores == before
+
+
+@pytest.mark.parametrize("options", [{"late": True}, {"scorer": "value"}])
+def test_scores_of_another_form_raise(options, tmp_path):
+    save_scores(add_learned_scores(make_base(), 4, recent_window=3, **options), tmp_path)
+    [part] = options
+    with pytest.raises(
+        ValueError, match=f"^model: got one with {part} .*, expected {options[part]!r}"
+    ):
+        load_scores(add_learned_scores(make_base(), 4, recent_window=3), tmp_path)

@@ -161,6 +161,8 @@ def test_training_step_has_the_loss_and_gradient_of_the_definition():
     parameters = freeze_all_but_scores(model)
     projections = [layer.scorer.scores.proj for layer in scored_layers(model)]
     assert all((proj.bias == 5).all() for proj in projections)
+    with_mlp = add_dms_scores(make_base("Qwen3"), scorer="mlp")
+    assert (with_mlp.model.layers[0].self_attn.scorer.scores.function["2"].bias == 5).all()
     with torch.no_grad():
         for parameter in parameters:  # logits around 0
             parameter.normal_()

@@ -75,6 +75,9 @@ def copies_and_errors(rank):
     with pytest.raises(ValueError, match="output_router_logits: got True"):
         model(tokens, position_ids=positions, output_router_logits=True)
     ranks_that_disagree_raise(model, tokens, positions, odd=int(rank == 0))
+    model.set_attn_implementation("eager")
+    with pytest.raises(ValueError, match="attn_implementation: got 'eager' with context"):
+        model(tokens, position_ids=positions)
 
 
 def ranks_that_disagree_raise(model, tokens, positions, odd):

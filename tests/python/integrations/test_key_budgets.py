@@ -11,6 +11,7 @@ from flash_dmattn.budgets import divide_scores, stochastic_gates
 from flash_dmattn.integrations.transformers import (
     DynamicMaskCache,
     ScoreSchedule,
+    add_learned_scores,
     budget_loss,
     divergence,
     divide_budget,
@@ -21,7 +22,7 @@ from flash_dmattn.integrations.transformers import (
     set_score_phase,
 )
 from flash_dmattn.integrations.transformers.learned_scores.add import scored_layers
-from scored_models import make_base, make_ids, make_scored
+from scored_models import make_base, make_ids, make_scored, spread_scores
 from scores_by_definition import by_definition
 
 pytestmark = pytest.mark.transformers
@@ -180,6 +181,20 @@ def test_model_under_its_divided_budget_equals_the_definition():
     for layer, places in zip(cache.layers, budgets.slots(), strict=True):
         parts = len(places) * 13  # of the last part
         assert layer.keys.shape[1:-1].numel() == sum(places) + parts
+
+
+def test_caps_of_late_scores_are_the_numbers_of_keys():
+    rule = {"recent_window": RECENT, "sink_tokens": SINKS}
+    model = spread_scores(add_learned_scores(make_base(), LENGTH, late=True, **rule))
+    for text in make_ids(LENGTH, batch=4):
+        budgets = divide_budget(model, [text], 15, quantile=1.0, bound=1e9, progress=False)
+        set_key_budgets(model, budgets)
+        cache = DynamicMaskCache(model.config)
+        with torch.no_grad():
+            model(text[None], past_key_values=cache)
+        slots = cache.layers[0].slots  # later layers get other inputs than in the division
+        assert not slots.capped.any()
+        assert slots.counts[0, :, 0].tolist() == [cap + RECENT + SINKS for cap in budgets.caps[0]]
 
 
 def test_layers_that_run_twice_have_one_cap_for_each_head():

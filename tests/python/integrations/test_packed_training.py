@@ -99,6 +99,21 @@ def test_offsets_separate_documents_under_the_padding_of_scored_layers(name):
     torch.testing.assert_close(logits.flatten(0, 1)[:36], torch.cat(alone), rtol=1e-4, atol=1e-5)
 
 
+@pytest.mark.parametrize(
+    ("name", "mask", "use_cache"),
+    [("a Doge", (2, 20), True), ("learned scores", (2, 1, 1, 20), False)],
+)
+def test_offsets_that_no_mask_separates_raise(name, mask, use_cache):
+    model, ids, mask = SCORED[name](), torch.randint(3, 60, (2, 20)), torch.ones(mask).long()
+    if use_cache:
+        enable_flash_dmattn(model)
+        mask[1, -1] = 0
+    offsets = torch.tensor([0, 13, 20, 40], dtype=torch.int32)
+    packed = dict.fromkeys(("cu_seq_lens_q", "cu_seq_lens_k"), offsets)
+    with torch.no_grad(), pytest.raises(ValueError, match="offsets of 3 sequences that no mask"):
+        model(ids, attention_mask=mask, use_cache=use_cache, **packed)
+
+
 @pytest.mark.parametrize("rows", [1, 20])
 def test_offsets_separate_documents_under_integers_that_mask_by_doges_rule(rows):
     model, ids = enable_flash_dmattn(make_base("Doge")), torch.randint(3, 60, (2, 20))

@@ -142,3 +142,7 @@ def test_evaluation_samples_no_gates(tmp_path):
     )
     losses = [trainer.evaluate()["eval_loss"] for _ in range(2)]
     assert losses[0] == losses[1] >= 0
+    calls = []
+    model.train().register_forward_pre_hook(lambda *_: calls.append(model.training))
+    trainer.compute_loss(model, {"input_ids": ids})
+    assert calls == [False, True]  # the teacher has no dropout

@@ -11,6 +11,8 @@ from transformers import DynamicCache, StaticCache
 from doge_generation import assert_same_generation, keep_recent_of_equal_scores, make_ids, make_pair
 from flash_dmattn import scores
 from flash_dmattn._core import ops
+from flash_dmattn.integrations.transformers import scored_cache
+from scored_models import VOCABULARY, make_scored
 from transformers_version import IS_TRANSFORMERS_4
 
 pytestmark = pytest.mark.transformers
@@ -106,6 +108,21 @@ def test_keys_without_scores_get_scores(scored):
         ours.set_attn_implementation(implementation)
         logits = ours(part, past_key_values=cache).logits
         torch.testing.assert_close(logits, theirs.float(), atol=2e-4, rtol=2e-4)
+
+
+@torch.no_grad()
+@pytest.mark.parametrize("reads_counter", [True, False])  # not that of a GPU
+def test_static_cache_with_keys_without_scores_raises(reads_counter, monkeypatch):
+    if not reads_counter:
+        monkeypatch.setattr(scored_cache, "_lacks_scores", lambda layer, state: False)
+    model, ids = make_scored(), torch.randint(2, VOCABULARY, (B, S))
+    cache = StaticCache(config=model.config, max_cache_len=80)
+    model(ids[:, :20], past_key_values=cache)
+    model.set_score_phase("off")
+    model(ids[:, 20:29], past_key_values=cache)
+    model.set_score_phase("hard")
+    with pytest.raises(ValueError, match="got keys without scores in layer 0"):
+        model(ids[:, 29:], past_key_values=cache)
 
 
 def test_scores_have_a_gradient():

@@ -104,12 +104,15 @@ def _warn_of_flag(name: str) -> bool:
 
 
 def check_mask_keywords(keywords: Mapping[str, object], has_mask: bool) -> None:
-    """Does what `check_keywords` does, for layers whose mask contains packing and causality."""
+    """Does what `check_keywords` does, for layers whose mask contains packing and causality.
+
+    has_mask: whether a mask contains causality, and no cache has keys from before it: offsets can then separate its sequences.
+    """
     for name, offsets in packed_keywords(keywords).items():
         if isinstance(offsets, Tensor) and offsets.dim() == 1 and len(offsets) > 2 and not has_mask:
             raise ValueError(
-                f"{name}: got offsets of {len(offsets) - 1} sequences without a mask; expected position_ids that begin "
-                "again with every sequence, and use_cache=False, of which the model makes one"
+                f"{name}: got offsets of {len(offsets) - 1} sequences that no mask separates, expected position_ids that begin "
+                "again with every sequence, and use_cache=False, of which the model makes a mask"
             )
     known = {*PACKED_KEYWORDS, "position_ids", "output_attentions"}
     if keywords.get("is_causal") is True:
@@ -472,7 +475,7 @@ def layer_arguments(
     """Checks the keywords. Returns the mask, None for causality, and query, key and value [B, S, H, D] in the layer's dtype."""
     check_probabilities(dropout, keywords)
     mask = None if is_causal_mask(mask) else mask
-    check_mask_keywords(keywords, has_mask=mask is not None)
+    check_mask_keywords(keywords, has_mask=has_queries(mask))
     queries, keys = query.shape[2], key.shape[2]
     mask = hide_other_sequences(mask, keywords, query.shape[0], queries, keys)
     intervals = as_key_intervals(mask, queries, keys)

@@ -90,9 +90,13 @@ class GateScorer(nn.Module):
     def __init__(self, source: str, scores: nn.Module):
         super().__init__()
         self.source, self.scores = source, scores
-        last = [module for module in scores.modules() if isinstance(module, nn.Linear)][-1]
+        self.begin_at(FIRST_LOGIT)
+
+    def begin_at(self, logit: float) -> None:
+        """Makes sigmoid(logit) the gate of every token."""
+        last = [module for module in self.scores.modules() if isinstance(module, nn.Linear)][-1]
         nn.init.zeros_(last.weight)
-        nn.init.constant_(last.bias, FIRST_LOGIT)
+        nn.init.constant_(last.bias, logit)
 
     def extra_repr(self) -> str:
         return f"source={self.source!r}"

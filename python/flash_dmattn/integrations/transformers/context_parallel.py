@@ -11,7 +11,7 @@ from collections.abc import Callable, Mapping
 from typing import Any, NamedTuple
 
 import torch
-from transformers import PreTrainedModel
+from transformers import PretrainedConfig, PreTrainedModel
 from transformers.models.doge.modeling_doge import DogeAttention
 
 from ..._core.checks import check_tensor
@@ -23,7 +23,7 @@ from ...keys.rule import SelectionRule
 from .._shared.layer_call import causal_mask
 from .cache import DynamicMaskCache
 from .cache_layer import DynamicMaskLayer
-from .compat import CACHE, bind_arguments, find_cache
+from .compat import CACHE, bind_arguments, find_cache, implementation_of
 from .families import is_attention
 from .learned_scores.layers import has_scores
 from .model_state import PIECES
@@ -119,8 +119,19 @@ class ModelOfPieces:
                 )
         self.group = ContextParallel(group)
 
-    def changed_arguments(self, arguments_by_name: Mapping[str, object]) -> dict[str, object]:
-        """Returns changed arguments of a decoder's forward. `PieceForward` gives layers padding and documents."""
+    def changed_arguments(
+        self, arguments_by_name: Mapping[str, object], config: PretrainedConfig, name: str
+    ) -> dict[str, object]:
+        """Returns changed arguments of a decoder's forward. `PieceForward` gives layers padding and documents.
+
+        name: the attention implementation that knows pieces. Raises under another one.
+        """
+        if implementation_of(config) != name:
+            error = ValueError(
+                f"attn_implementation: got {implementation_of(config)!r} with context parallelism (phase 'off', for one), "
+                f"expected {name!r}: others attend to this rank's piece alone"
+            )
+            self.group.collectives.raise_on_all_ranks("forward", error)
         cache = find_cache(arguments_by_name)
         mask, positions = map(arguments_by_name.get, ("attention_mask", "position_ids"))
 

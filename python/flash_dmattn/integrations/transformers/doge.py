@@ -34,7 +34,7 @@ from .._shared.layer_call import (
 )
 from .cache import DynamicMaskCache
 from .cache_layer import DynamicMaskLayer
-from .compat import change_class, implementation_of, pop_cache
+from .compat import change_class, find_cache, implementation_of, pop_cache
 from .model_state import CONTEXT, DOGE_NAME
 from .scored_attention import (
     KeyScores,
@@ -44,7 +44,7 @@ from .scored_attention import (
     visible_elements,
     visible_tokens,
 )
-from .scored_cache import CacheState, store_scores
+from .scored_cache import CacheState, forget_scores, store_scores
 
 
 class Context(NamedTuple):
@@ -121,13 +121,14 @@ class FlashDogeAttention(DogeAttention):
         **kwargs,
     ) -> tuple[torch.Tensor, None]:
         if implementation_of(self.config) != DOGE_NAME:
+            forget_scores(find_cache(kwargs), self.layer_idx)
             return super().forward(hidden_states, position_embeddings, attention_mask, **kwargs)
         context = kwargs.pop(CONTEXT, None) or Context()
         cache = pop_cache(kwargs)
         cache_position = kwargs.pop("cache_position", None)
         if is_causal_mask(attention_mask):
             attention_mask = None
-        check_mask_keywords(kwargs, has_mask=attention_mask is not None)
+        check_mask_keywords(kwargs, has_mask=attention_mask is not None and cache is None)
         if cache is None and context.mask_kind != "packed":
             batch, length = hidden_states.shape[:2]
             mask = attention_mask

@@ -232,13 +232,13 @@ def replace_layers(model: torch.nn.Module, **settings: bool) -> None:
 
 def _begin_forward(model: DogeModel, args: tuple, options: dict) -> tuple[tuple, dict] | None:
     """Adds the default cache and the context of the layers, before DogeModel.forward."""
-    if implementation_of(model.config) != DOGE_NAME:
+    pieces = getattr(model, PIECES, None)
+    if pieces is None and implementation_of(model.config) != DOGE_NAME:
         return None
     arguments = bind_arguments(MODEL_ARGUMENTS, args, options)
     _refuse_additive_padding(arguments.get("attention_mask"))
-    pieces = getattr(model, PIECES, None)
     if pieces is not None:
-        arguments |= pieces.changed_arguments(arguments)
+        arguments |= pieces.changed_arguments(arguments, model.config, DOGE_NAME)
         context = Context(None, Memo() if may_read() else None, arguments.pop(PIECES))
         return (), arguments | {CONTEXT: context}
     use_cache = arguments.get("use_cache")

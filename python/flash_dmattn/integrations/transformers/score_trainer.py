@@ -53,9 +53,12 @@ class ScoreTrainer(Trainer):
         phase = self.schedule.phase(progress)
         unlabelled = {name: value for name, value in inputs.items() if name != "labels"}
         if self.distils:
+            trains = model.training
             with torch.no_grad():
                 set_score_phase(base, "off")
-                expected = (self.teacher or model)(**unlabelled).logits
+                expected = (self.teacher or model.eval())(**unlabelled).logits  # without dropout
+            if self.teacher is None:
+                model.train(trains)
         set_score_phase(base, phase, self.schedule.temperature if phase == "soft" else None)
         outputs = model(**(unlabelled if self.distils else inputs))
         loss = outputs.loss

@@ -90,9 +90,15 @@ def store_scores(
         stored, _ = layer.update(states, states, *state.arguments)
         if stored.shape[2] == keys.shape[2]:
             return stored[..., 0]
-    indices.pop(index)
-    layer.reset()
+    forget_scores(cache, index)
     return None
+
+
+def forget_scores(cache: object, index: int) -> None:
+    """Drops the scores of a layer that gets keys without scores. Does nothing for what is no cache with scores."""
+    indices = getattr(cache, _INDICES, {})
+    if index in indices:
+        cache.layers[indices.pop(index)].reset()
 
 
 def _lacks_scores(layer: CacheLayerMixin, state: CacheState) -> bool:

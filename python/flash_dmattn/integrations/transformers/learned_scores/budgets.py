@@ -20,6 +20,7 @@ from ....budgets import (
 from ..._shared.config_rules import CONFIG_NAME, LearnedScores, head_dims_of, make_rules
 from ..families import sizes_of
 from .add import scored_layers, set_score_phase
+from .layers import late_scores
 
 
 def budget_loss(
@@ -100,6 +101,8 @@ def divide_budget(
         for text in tqdm(texts, desc="dividing the budget", disable=not progress):
             with collected_scores([layer.scorer for layer in layers]) as of_text:
                 model(input_ids=text.to(weight.device), use_cache=False)
+            if layers[0].scoring.late:
+                of_text = [[late_scores(run) for run in runs] for runs in of_text]
             scores.append(of_text)
     sizes = (sum(head_dims_of(layer.config)) * weight.element_size() for layer in layers)
     return divide_scores(

@@ -43,13 +43,7 @@ class DecoderHook:
         arguments = bind_arguments(self.names, args, options)
         pieces = getattr(decoder, PIECES, None)
         if pieces is not None:
-            if implementation_of(config) != SCORED_NAME:
-                error = ValueError(
-                    f"attn_implementation: got {implementation_of(config)!r} with context parallelism (phase 'off', for one), "
-                    "expected the phase 'hard': others attend to this rank's piece alone"
-                )
-                pieces.group.collectives.raise_on_all_ranks("forward", error)
-            return (), arguments | pieces.changed_arguments(arguments)
+            return (), arguments | pieces.changed_arguments(arguments, config, SCORED_NAME)
         if implementation_of(config) != SCORED_NAME or find_cache(arguments) is not None:
             return None
         if not self.by_type and not is_causal_config(config):

@@ -21,6 +21,7 @@ from safetensors import safe_open
 from torch import Tensor, nn
 from transformers import AutoModelForCausalLM, PretrainedConfig
 
+from ..._shared.scorers import GateScorer
 from .add import add_learned_scores, scored_layers
 from .layers import uses_scores
 from .training import ScoreSchedule
@@ -52,8 +53,8 @@ def add_dms_scores(
     options = {"recent_window": window_size + 1, "score_threshold": _HALF_OPEN, **options}
     add_learned_scores(model, keep_window_size, late=True, **options)
     for layer in scored_layers(model):
-        if hasattr(layer.scorer, "scores"):
-            nn.init.constant_(layer.scorer.scores.proj.bias, offset)
+        if isinstance(layer.scorer, GateScorer):
+            layer.scorer.begin_at(offset)
     return model
 
 

@@ -76,16 +76,22 @@ def load_scores(model: nn.Module, folder: str | Path, scorer: Scorer | None = No
             f"scorer: got None for the scores in {folder}, which a function or module made; expected it"
         )
     is_new = not any(map(has_scores, model.modules()))
+    former = [m for m in model.modules() if hasattr(getattr(m, "config", None), CONFIG_NAME)]
+    stored_before = [getattr(module.config, CONFIG_NAME) for module in former]
     if is_new:
         kind = scorer if scores.scorer == "custom" else scores.scorer
         rule = scores.rule_arguments()
         options = {"dense_prefill": scores.dense_prefill, "late": scores.late}
         add_learned_scores(model, scorer=kind, **options, **rule)
     try:
-        states = _states_of_layers(scored_layers(model), scores.layers, tensors, folder)
+        layers = scored_layers(model)
+        _check_form(LearnedScores.from_config(layers[0].config), scores, folder)
+        states = _states_of_layers(layers, scores.layers, tensors, folder)
     except ValueError:
         if is_new:
             remove_learned_scores(model)
+            for module, settings in zip(former, stored_before, strict=True):
+                setattr(module.config, CONFIG_NAME, settings)
         raise
     for module, state in states:
         is_meta = any(parameter.is_meta for parameter in module.parameters())
@@ -97,6 +103,15 @@ def _checked_folder(folder: object) -> Path:
     if not isinstance(folder, (str, PathLike)):
         raise TypeError(f"folder: got {type(folder).__name__}, expected a path")
     return Path(folder)
+
+
+def _check_form(own: LearnedScores, stored: LearnedScores, folder: Path) -> None:
+    """Raises ValueError for scores that other inputs or other tokens make; their parameters may have the same shapes."""
+    for part in ("scorer", "late"):
+        if getattr(own, part) != getattr(stored, part):
+            raise ValueError(
+                f"model: got one with {part} {getattr(own, part)!r}, expected {getattr(stored, part)!r}, that of {folder}"
+            )
 
 
 def _states_of_layers(

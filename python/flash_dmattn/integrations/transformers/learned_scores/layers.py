@@ -33,7 +33,7 @@ from ..scored_attention import (
     visible_elements,
     visible_tokens,
 )
-from ..scored_cache import CacheState, store_scores
+from ..scored_cache import CacheState, forget_scores, store_scores
 
 # query [B, Sq, Hq, D], key [B, Sk, Hkv, D], value [B, Sk, Hkv, Dv]
 States = tuple[Tensor, Tensor, Tensor]
@@ -51,6 +51,12 @@ class Scoring:
     phase: str = "hard"
     temperature: float | None = None
     record: SoftScores = field(default_factory=SoftScores)  # of the phase "soft"
+
+
+def late_scores(scores: Tensor) -> Tensor:
+    """Returns the scores of keys, each made by the next token, of the scores of tokens [..., S]. The last key, which is recent,
+    has 0."""
+    return F.pad(scores[..., 1:], (0, 1))
 
 
 def has_scores(layer: nn.Module) -> bool:
@@ -89,15 +95,14 @@ def remove_scorer(layer: nn.Module) -> None:
 
 def _begin_call(layer: nn.Module, args: tuple, keywords: dict) -> tuple[tuple, dict] | None:
     pieces = keywords.pop(PIECES, None)
+    arguments = bind_arguments(_argument_names(type(layer)), args, keywords)
+    number, cache = _number_in_cache(layer, arguments), find_cache(arguments)
     if not uses_scores(layer):
+        forget_scores(cache, number)
         return None
-    keywords = bind_arguments(_argument_names(type(layer)), args, keywords)
-    number = _number_in_cache(layer, keywords)
-    position = keywords.get("cache_position")
-    call = ScoreCall(
-        layer, number, keywords["hidden_states"], find_cache(keywords), position, pieces
-    )
-    return (), keywords | {SCORES: call}
+    position = arguments.get("cache_position")
+    call = ScoreCall(layer, number, arguments["hidden_states"], cache, position, pieces)
+    return (), arguments | {SCORES: call}
 
 
 def _number_in_cache(layer: nn.Module, keywords: dict) -> int:
@@ -323,6 +328,4 @@ class ScoreCall:
             )
 
     def _of_keys(self, scores: Tensor) -> Tensor:
-        """Returns the scores [B, Hkv, S] of keys, made of the scores of tokens.
-        The last key of late scores, which is recent, has 0."""
-        return F.pad(scores[..., 1:], (0, 1)) if self.layer.scoring.late else scores
+        return late_scores(scores) if self.layer.scoring.late else scores

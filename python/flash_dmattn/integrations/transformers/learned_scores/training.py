@@ -2,10 +2,13 @@
 
 from __future__ import annotations
 
+import math
 from dataclasses import dataclass
 
 import torch.nn.functional as F
 from torch import Tensor, nn
+
+from ....budgets import check_phase
 
 
 @dataclass(frozen=True)
@@ -29,13 +32,27 @@ class ScoreSchedule:
     by_ratio: bool = False
     sampled: bool = False
 
+    def __post_init__(self):
+        ranges = {
+            "soft": (0, 1),
+            "narrowing": (0, 1),
+            "share": (1e-6 if self.by_ratio else 0, 1),
+            "weight": (0, math.inf),
+        }
+        for name, (least, most) in ranges.items():
+            if not least <= (value := getattr(self, name)) <= most:
+                raise ValueError(
+                    f"{name}: got {value!r}, expected a number from {least:g} to {most:g}"
+                )
+        check_phase("soft", ("soft",), self.temperature)
+
     def phase(self, progress: float) -> str:
         """Returns the phase after a share of the steps."""
         return "soft" if progress < self.soft else "hard"
 
     def target(self, progress: float) -> float:
         """Returns the budget's target after a share of the steps."""
-        part = min(1.0, progress / self.narrowing)
+        part = min(1.0, progress / self.narrowing) if self.narrowing else 1.0
         if self.by_ratio:
             return 1 / (1 + (1 / self.share - 1) * part)
         return 1 - (1 - self.share) * part
