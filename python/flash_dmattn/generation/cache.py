@@ -100,7 +100,7 @@ class KVSlots(HeldKeys):
             0 to S raise an error on a CPU, and are clamped on a GPU, which does not read them first.
         key_mask: bool [B, S], False for padding. If `intervals` are given, it is the mask that they were made with.
         """
-        self._check_tokens(key, value, scores)
+        self.check_tokens(key, value, scores)
         length = key.shape[1]
         if lengths is not None:
             lengths = as_row_indices(lengths, "lengths", self.batch)
@@ -165,10 +165,10 @@ class KVSlots(HeldKeys):
         return_lse = resolve_flag(return_lse, "return_lse")
         numerics = Numerics.from_arguments(scale, None, softcap, nonfinite, None)
         scores_are_bias = check_flag(scores_are_bias, "scores_are_bias")
-        result = self._step(query, key, value, scores, key_mask, numerics, scores_are_bias)
+        result = self.step_with(query, key, value, scores, key_mask, numerics, scores_are_bias)
         return result if return_lse else result[0]
 
-    def _step(
+    def step_with(
         self,
         query: Tensor,
         key: Tensor,
@@ -178,8 +178,8 @@ class KVSlots(HeldKeys):
         numerics: Numerics,
         scores_are_bias: bool,
     ) -> tuple[Tensor, Tensor]:
-        """Computes `step` and returns (out, lse)."""
-        self._check_tokens(key, value, scores, query, key_mask=key_mask)
+        """Computes `step` for parsed arguments. Returns (out, lse)."""
+        self.check_tokens(key, value, scores, query, key_mask=key_mask)
         self._refuse_pending()
         if numerics.scale is None:
             numerics = numerics.with_scale_for(key.shape[3])
@@ -231,9 +231,9 @@ class KVSlots(HeldKeys):
         scores_are_bias = check_flag(scores_are_bias, "scores_are_bias")
         numerics = Numerics.from_arguments(scale, None, softcap, nonfinite, None)
         if query.dim() == 4 and query.shape[1] == 1 and not self.pending and lengths is None:
-            result = self._step(query, key, value, scores, key_mask, numerics, scores_are_bias)
+            result = self.step_with(query, key, value, scores, key_mask, numerics, scores_are_bias)
             return result if return_lse else result[0]
-        self._check_tokens(key, value, scores, query)
+        self.check_tokens(key, value, scores, query)
         length = check_chunk(
             self._by_token,
             self.value_dim,
@@ -261,7 +261,7 @@ class KVSlots(HeldKeys):
             if lengths is not None and (before or length > room):
                 kept = lengths.clamp(start, start + room) + (before - start)
             self.append(key[:, part], value[:, part], scores[..., part], key_mask=mask)
-            parts.append(self._attend(query[:, part], kept, numerics, scores_are_bias))
+            parts.append(self.attend_with(query[:, part], kept, numerics, scores_are_bias))
             self.commit(kept)
         if not parts:
             out = query.new_empty(*query.shape[:3], self.value_dim)
@@ -282,7 +282,7 @@ class KVSlots(HeldKeys):
             padding.
         """
         self._refuse_rows()
-        self._check_tokens(key, value, scores, key_mask=key_mask)
+        self.check_tokens(key, value, scores, key_mask=key_mask)
         room = self.chunk - self.pending
         if key.shape[1] > room:
             raise ValueError(
@@ -304,12 +304,12 @@ class KVSlots(HeldKeys):
     def pending_mask(self) -> Tensor:
         """Returns whether each pending token is not padding, bool [B, pending]."""
         self._refuse_rows()
-        return (self._pending_of(self.positions) != NO_KEY).all(1)
+        return (self.pending_part(self.positions) != NO_KEY).all(1)
 
     def pending_tokens(self) -> tuple[Tensor, Tensor, Tensor]:
         """Returns copies of the pending tokens: key [B, n, Hkv, D], value [B, n, Hkv, Dv], scores float32 [B, Hkv, n]."""
         self._refuse_rows()
-        k, v, scores = (self._pending_of(t).clone() for t in (self.k, self.v, self.scores))
+        k, v, scores = (self.pending_part(t).clone() for t in (self.k, self.v, self.scores))
         return k.transpose(1, 2), v.transpose(1, 2), scores
 
     def pending_intervals(
@@ -356,17 +356,17 @@ class KVSlots(HeldKeys):
         return_lse = resolve_flag(return_lse, "return_lse")
         numerics = Numerics.from_arguments(scale, None, softcap, nonfinite, None)
         scores_are_bias = check_flag(scores_are_bias, "scores_are_bias")
-        out, lse = self._attend(query, kept_tokens, numerics, scores_are_bias)
+        out, lse = self.attend_with(query, kept_tokens, numerics, scores_are_bias)
         return (out, lse) if return_lse else out
 
-    def _attend(
+    def attend_with(
         self,
         query: Tensor,
         kept_tokens: Tensor | None,
         numerics: Numerics,
         scores_are_bias: bool,
     ) -> tuple[Tensor, Tensor]:
-        """Computes `attend` and returns (out, lse)."""
+        """Computes `attend` for parsed arguments. Returns (out, lse)."""
         refuse_gradients(query=query)
         queries = check_query(self._by_token, query=query)
         visible = Visible(intervals=self.pending_intervals(queries, kept_tokens))
@@ -424,7 +424,7 @@ class KVSlots(HeldKeys):
             return self.k.transpose(1, 2)
         return self.k.unsqueeze(2).expand(-1, -1, self.heads_kv, -1)
 
-    def _check_tokens(
+    def check_tokens(
         self,
         key: Tensor,
         value: Tensor,
@@ -433,6 +433,7 @@ class KVSlots(HeldKeys):
         *,
         key_mask: Tensor | None = None,
     ) -> None:
+        """Raises unless the slots can take these tokens. Arguments as in `step`."""
         check_tensors(key=key, value=value, scores=scores)
         if key.dim() != 4:
             raise ValueError(f"key: got shape {tuple(key.shape)}, expected [B, n, Hkv, D]")

@@ -217,7 +217,7 @@ class SlotMemory:
             first += places + chunk
         return ranges
 
-    def _pending_of(self, slots: Tensor) -> Tensor:
+    def pending_part(self, slots: Tensor) -> Tensor:
         """Returns the slots of the pending tokens, [B, Hkv, pending, ...], of a tensor of slots."""
         if self._has_equal_heads:
             return slots[:, :, self.places : self.places + self.pending]

@@ -57,14 +57,12 @@ class DynamicMaskCache(Cache):
             chunk = RECORDED_TOKENS if static else 0
         check_count(chunk, "chunk")
         self._scores, self._chunk = scores, chunk
-        if scores is not None:
-            layers = _layers_of(scores, config, static, chunk)
-        else:
-            layers = []
-            for rule in rules_of(config):
-                counter = layers[0] if layers else None
-                layers.append(DynamicMaskLayer(rule, static=static, chunk=chunk, counter=counter))
-        super().__init__(layers=layers)
+        rules = (
+            enumerate(rules_of(config))
+            if scores is None
+            else zip(scores.layers, scores.rules, strict=True)
+        )
+        super().__init__(layers=_layers_of(dict(rules), config, static, chunk))
 
     def slots_of(self, layer_idx: int) -> DynamicMaskLayer:
         """Returns the slots for a layer with scores.
@@ -174,16 +172,15 @@ class HybridMaskLayer(DynamicMaskLayer, StateLayer):
 
 
 def _layers_of(
-    scores: LearnedScores, config: PretrainedConfig, static: bool, chunk: int
+    rules: dict[int, SelectionRule], config: PretrainedConfig, static: bool, chunk: int
 ) -> list[CacheLayerMixin]:
-    """Makes slots for layers with learned scores, and transformers' cache layers for the others, which slide or have only
-    states of convolutions and recurrences."""
+    """Makes slots for layers with rules, and transformers' cache layers for the others, which slide or have only states of
+    convolutions and recurrences."""
     others = DynamicCache(config=config).layers or [None] * config.num_hidden_layers
-    if static and len(scores.layers) < len(others):
+    if static and len(rules) < len(others):
         raise ValueError(
-            f"static: got True for a model with scores in {len(scores.layers)} of {len(others)} layers, expected False"
+            f"static: got True for a model with scores in {len(rules)} of {len(others)} layers, expected False"
         )
-    rules = dict(zip(scores.layers, scores.rules, strict=True))
     layers, counter = [], None
     for index, layer in enumerate(others):
         if index in rules:

@@ -195,14 +195,14 @@ class DynamicMaskLayer(CacheLayerMixin):
         keywords |= {"scores_are_bias": scores_are_bias, "return_lse": True}
         self.prefetch()
         if late_scores is not None:
-            self.slots._check_tokens(*tokens[:3], query, key_mask=tokens.present)
+            self.slots.check_tokens(*tokens[:3], query, key_mask=tokens.present)
             self._recorded.rescore_last(self.slots, late_scores, tokens.present)
         self._make_room(length)
         has_order = self._recorded.have_order(tokens)
         if self.record_past:
             out, lse = self._recorded.attend(self.slots, query, tokens, *options)
         elif not has_order and length == 1:
-            out, lse = self.slots._step(query, *tokens, *options)
+            out, lse = self.slots.step_with(query, *tokens, *options)
         elif length == 1:
             out, lse = self._step_of_tokens(query, tokens, *options)
         elif not has_order:
@@ -226,7 +226,7 @@ class DynamicMaskLayer(CacheLayerMixin):
         # Padding has no key, so it writes nothing but these.
         counters = slots.positions, slots.counts, slots.seen
         before = [t.clone() for t in counters]
-        result = slots._step(query, *tokens, *options)
+        result = slots.step_with(query, *tokens, *options)
         for tensor, old in zip(counters, before, strict=True):
             is_token = tokens.present.view(-1, *[1] * (tensor.dim() - 1))
             tensor.copy_(torch.where(is_token, tensor, old))

@@ -149,28 +149,18 @@ class ModelOfPieces:
 
         # Ranks with a mask do not gather positions, so a rank without a mask would wait for them.
         tokens = self.group.collectives.agreed_result("forward", checked_tokens, compared_arguments)
-        batch = tokens.shape[0]
-        pieces = self._pieces(cache, mask, positions, batch)
-        mask = causal_mask(batch, tokens.device)
-        return {"attention_mask": mask, "use_cache": cache is not None, PIECES: pieces}
-
-    def _pieces(
-        self,
-        cache: DynamicMaskCache | None,
-        mask: torch.Tensor | None,
-        positions: torch.Tensor,
-        batch: int,
-    ) -> PieceForward:
-        if mask is not None:
-            return PieceForward(self.group, mask.bool(), None)
-        # The positions of a piece alone do not tell whether it begins inside a document.
-        whole = self.group.gather(positions)
-        offsets = offsets_of_documents(whole, batch, whole.shape[1])
+        batch, offsets = tokens.shape[0], None
+        if mask is None:
+            # The positions of a piece alone do not tell whether it begins inside a document.
+            whole = self.group.gather(positions)
+            offsets = offsets_of_documents(whole, batch, whole.shape[1])
         if offsets is not None and cache is not None:
             raise ValueError(
                 "position_ids: got positions that begin again with a cache, expected one text in each row"
             )
-        return PieceForward(self.group, None, offsets)
+        pieces = PieceForward(self.group, None if mask is None else mask.bool(), offsets)
+        mask = causal_mask(batch, tokens.device)
+        return {"attention_mask": mask, "use_cache": cache is not None, PIECES: pieces}
 
 
 def _check_piece(cache: object, mask: object, positions: object, batch: int, length: int) -> None:

@@ -94,7 +94,8 @@ def enable_flash_dmattn(
     if not isinstance(model, torch.nn.Module):
         raise TypeError(f"model: got {type(model).__name__}, expected a torch.nn.Module")
     round_scores_like_eager = resolve_flag(round_scores_like_eager, "round_scores_like_eager")
-    scored = _models_with_scores(model)
+    pretrained = (m for m in model.modules() if isinstance(m, PreTrainedModel))
+    scored = [module for module in pretrained if any(map(has_scores, module.modules()))]
     if scored and not any(isinstance(module, DogeAttention) for module in model.modules()):
         for name, value in (("round_scores_like_eager", round_scores_like_eager), ("cache", cache)):
             if value:
@@ -126,15 +127,6 @@ def enable_flash_dmattn(
             set_cache_of_generate(module, _default_cache)
     _set_pieces([*doge_models, *scored], context_parallel)
     return model
-
-
-def _models_with_scores(model: torch.nn.Module) -> list[PreTrainedModel]:
-    """Returns the transformers models in `model` whose layers have learned scores."""
-    return [
-        module
-        for module in model.modules()
-        if isinstance(module, PreTrainedModel) and any(map(has_scores, module.modules()))
-    ]
 
 
 def _set_pieces(models: list[PreTrainedModel], group) -> None:

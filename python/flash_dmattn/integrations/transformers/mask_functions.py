@@ -186,10 +186,6 @@ class _Positions(NamedTuple):
     cache_position: torch.Tensor | None
     device: torch.device | str | None
 
-    def key_indices(self) -> torch.Tensor:
-        """Returns 0, 1, ..., int32 [Sk]."""
-        return torch.arange(self.kv_length, dtype=torch.int32, device=self.device)
-
     def key_positions(self) -> torch.Tensor:
         return torch.arange(self.kv_length, device=self.device) + self.kv_offset
 
@@ -221,10 +217,11 @@ class _Positions(NamedTuple):
         """Returns the index of the first query at or after each key, int32 [Sk]; the number of queries if none is."""
         if self.cache_position is not None:
             return torch.searchsorted(self.cache_position, self.key_positions(), out_int32=True)
+        keys = torch.arange(self.kv_length, dtype=torch.int32, device=self.device)
         if self.keys_are_queries():
-            return self.key_indices()
+            return keys
         # If the offsets are tensors [1], the difference is int64.
-        first = self.key_indices() + (self.kv_offset - self.q_offset)
+        first = keys + (self.kv_offset - self.q_offset)
         return first.clamp(0, self.q_length).int()
 
     def present_keys(self, padding: torch.Tensor | None) -> torch.Tensor | None:

@@ -29,18 +29,18 @@ class RecordedTokens:
     def attend(
         self, slots: KVSlots, query: Tensor, tokens: ScoredTokens, *options
     ) -> tuple[Tensor, Tensor]:
-        """Adds tokens and computes their attention: out [B, S, Hq, Dv] and lse [B, Hq, S]. options: of `KVSlots._attend`."""
+        """Adds tokens and computes their attention: out [B, S, Hq, Dv] and lse [B, Hq, S]. options: of `KVSlots.attend_with`."""
         parts = []
         for rows in query.split(slots.chunk, 1):
             length, start = rows.shape[1], sum(out.shape[1] for out, _ in parts)
             self._commit_oldest(slots, slots.pending + length - slots.chunk)
             columns = self.append(slots, tokens.part(start, start + length))
             if columns is None:
-                parts.append(slots._attend(rows, None, *options))
+                parts.append(slots.attend_with(rows, None, *options))
                 continue
             earlier = columns.shape[1] - length
             queries = F.pad(rows, (0, 0, 0, 0, earlier, 0))
-            result = slots._attend(gather_columns(queries, columns, 1), None, *options)
+            result = slots.attend_with(gather_columns(queries, columns, 1), None, *options)
             last = columns.argsort(1)[:, earlier:]
             parts.append(
                 tuple(gather_columns(t, last, dim) for t, dim in zip(result, (1, 2), strict=True))
@@ -79,7 +79,7 @@ class RecordedTokens:
         slots.rescore_last(scores, None if present is None else present[:, 0])
         if self.columns is not None:
             inverse = tokens_first(self.columns.present).argsort(1)
-            scores = gather_columns(slots._pending_of(slots.scores), inverse, 2)
+            scores = gather_columns(slots.pending_part(slots.scores), inverse, 2)
             self.columns = self.columns._replace(scores=scores)
 
     def select_rows(self, rows: Tensor) -> None:

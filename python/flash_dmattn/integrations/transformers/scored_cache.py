@@ -58,7 +58,10 @@ class CacheState(NamedTuple):
             else:
                 position = layer.get_seq_length()  # a tensor, which the update changes
                 position = position.clone() if isinstance(position, Tensor) else position
-        return cls(_is_empty(layer), position, arguments)
+        is_empty = not layer.is_initialized
+        if not is_empty and not torch.compiler.is_compiling():  # finding out would break the graph
+            is_empty = int(layer.get_seq_length()) == 0
+        return cls(is_empty, position, arguments)
 
 
 def store_scores(
@@ -107,13 +110,6 @@ def _lacks_scores(layer: CacheLayerMixin, state: CacheState) -> bool:
     if position is None or not may_read() or (isinstance(position, Tensor) and not position.is_cpu):
         return False
     return not state.arguments and int(layer.get_seq_length()) != int(position)
-
-
-def _is_empty(layer: CacheLayerMixin) -> bool:
-    """Whether a layer is known to hold no key. False in compiled code, where finding out would break the graph."""
-    if not layer.is_initialized:
-        return True
-    return not torch.compiler.is_compiling() and int(layer.get_seq_length()) == 0
 
 
 def _layer_of_scores(layer: CacheLayerMixin) -> CacheLayerMixin:

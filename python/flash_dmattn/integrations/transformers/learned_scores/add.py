@@ -33,8 +33,8 @@ from ..families import (
     sizes_of,
     type_of,
 )
-from ..model_state import NAMES, PIECES, SCORED_NAME, STORED_NAMES, add_hook
-from .decoder_hooks import decoder_hooks, remove_decoder_hooks
+from ..model_state import NAMES, PIECES, SCORED_NAME, STORED_NAMES, add_hook, remove_hooks
+from .decoder_hooks import DecoderHook, decoder_hooks
 from .layers import add_scorer, has_scores, remove_scorer
 
 PHASES = ("soft", "hard", "off")
@@ -122,16 +122,11 @@ def add_learned_scores(
         for layer, size in zip(layers, sizes, strict=True)
     ]
     hooks = decoder_hooks(model, layers)
-    stored = LearnedScores(
-        rules,
-        scorer if isinstance(scorer, str) else "custom",
-        numbers,
-        dense_prefill,
-        late,
-    ).as_dict()
+    kind = scorer if isinstance(scorer, str) else "custom"
+    stored = LearnedScores(rules, kind, numbers, dense_prefill, late).as_dict()
     own_config(model)
     for layer, layer_scorer, own, number in zip(layers, scorers, rules, numbers, strict=True):
-        add_scorer(layer, layer_scorer, own, number, dense_prefill, late)
+        add_scorer(layer, layer_scorer, number, rule=own, dense_prefill=dense_prefill, late=late)
         setattr(layer.config, CONFIG_NAME, stored)
     for decoder, hook in hooks:
         add_hook(decoder, hook)
@@ -184,9 +179,9 @@ def remove_learned_scores(model: nn.Module) -> nn.Module:
             allow_continuous_batching(module)
         vars(module).pop(PIECES, None)
         restore_tied(module)
-    remove_decoder_hooks(model)
-    for module in model.modules():  # of a wrapper (torch.compile, PEFT) or of what it wraps
-        vars(module).pop(_METHOD, None)
+    for module in model.modules():
+        remove_hooks(module, DecoderHook)
+        vars(module).pop(_METHOD, None)  # of a wrapper (torch.compile, PEFT) or of what it wraps
     return model
 
 

@@ -17,7 +17,7 @@ from ..._shared.layer_call import intervals_of_documents, is_causal_mask
 from ..compat import bind_arguments, find_cache, implementation_of
 from ..families import is_attention, takes_mask_of_positions, takes_masks_by_type
 from ..mask_functions import is_causal_config, mask_kind
-from ..model_state import PIECES, SCORED_NAME, remove_hooks
+from ..model_state import PIECES, SCORED_NAME
 
 
 class DecoderHook:
@@ -98,8 +98,3 @@ def decoder_hooks(
         own = [module for module in modules if module in scored]
         hooks.append((decoder, DecoderHook(own, names if takes_mask else (), has_plain)))
     return hooks
-
-
-def remove_decoder_hooks(model: nn.Module) -> None:
-    for module in model.modules():
-        remove_hooks(module, DecoderHook)

@@ -37,12 +37,13 @@ def save_scores(model: nn.Module, folder: str | Path) -> None:
     folder = _checked_folder(folder)
     layers = scored_layers(model)
     _check_scorers_have_values(layers)
-    tensors = {
-        f"{layer.layer_idx}.{name}": _whole_tensor(tensor.detach()).contiguous()
-        for layer in layers
-        for name, tensor in _scorer_in_use(layer).state_dict().items()
-    }
-    stored = {**getattr(layers[0].config, CONFIG_NAME), "base_model": _base_name(model)}
+    tensors = {}
+    for layer in layers:
+        for name, tensor in _scorer_in_use(layer).state_dict().items():
+            whole = tensor.full_tensor() if hasattr(tensor, "full_tensor") else tensor  # if sharded
+            tensors[f"{layer.layer_idx}.{name}"] = whole.detach().contiguous()
+    bases = (m.config.name_or_path for m in model.modules() if isinstance(m, PreTrainedModel))
+    stored = {**getattr(layers[0].config, CONFIG_NAME), "base_model": next(bases, "")}
     folder.mkdir(parents=True, exist_ok=True)
     _write_file(folder / _TENSORS, save(tensors))
     _write_file(folder / _RULE, (json.dumps(stored, indent=2) + "\n").encode())
@@ -168,16 +169,6 @@ def _scorer_in_use(layer: nn.Module) -> nn.Module:
             "model: got no active adapter of PEFT, expected one, whose scorers are in use"
         )
     return copies[layer.scorer.active_adapters[0]]
-
-
-def _whole_tensor(tensor: Tensor) -> Tensor:
-    """Returns the whole tensor if it is sharded."""
-    return tensor.full_tensor() if hasattr(tensor, "full_tensor") else tensor
-
-
-def _base_name(model: nn.Module) -> str:
-    names = (m.config.name_or_path for m in model.modules() if isinstance(m, PreTrainedModel))
-    return next(names, "")
 
 
 def _read_scores(folder: Path) -> tuple[dict, dict[str, Tensor]]:

@@ -63,17 +63,13 @@ def has_scores(layer: nn.Module) -> bool:
     return "scoring" in vars(layer)
 
 
-def add_scorer(
-    layer: nn.Module,
-    scorer: nn.Module,
-    rule: SelectionRule,
-    number: int,
-    dense_prefill: bool,
-    late: bool,
-) -> None:
-    """Gives a layer scores. In the phase "off", and under another attention implementation, it acts as without them."""
-    base = layer.layer_idx, implementation_of(layer.config)
-    layer.scoring = Scoring(rule, dense_prefill, late, *base)
+def add_scorer(layer: nn.Module, scorer: nn.Module, number: int, **scoring) -> None:
+    """Gives a layer scores. In the phase "off", and under another attention implementation, it acts as without them.
+
+    number: of the layer in a cache. scoring: rule, dense_prefill and late of `Scoring`.
+    """
+    base = {"base_layer_idx": layer.layer_idx, "base_attention": implementation_of(layer.config)}
+    layer.scoring = Scoring(**scoring, **base)
     layer.scorer, layer.layer_idx = scorer, number
     add_hook(layer, _begin_call)
     add_hook(layer, _end_call, after=True)
@@ -245,9 +241,8 @@ class ScoreCall:
             gates = scoring.record.gates(scores, scoring.temperature)
             bias = self._of_keys(scores - layer.scorer.first_score if gates is scores else gates)
             key_scores = KeyScores(rule, scores, bias, rule.recent_window)
-            return attend_to_visible(
-                *states, visible_elements(mask, query, key), key_scores, options
-            )
+            visible = visible_elements(mask, query, key)
+            return attend_to_visible(*states, visible, key_scores, options)
         scores = self._of_keys(scores)
         bias = bias_to_learn(scores)
         delay = 0 if bias is None else rule.recent_window
@@ -257,9 +252,8 @@ class ScoreCall:
             self.state.is_empty if is_static else queries == keys
         )
         if scoring.dense_prefill and is_prompt:
-            return attend_to_visible(
-                *states, visible_elements(mask, query, key), key_scores, options
-            )
+            visible = visible_elements(mask, query, key)
+            return attend_to_visible(*states, visible, key_scores, options)
         # Masks of a static cache are causality and padding, others raise; so are nearly all intervals over keys of a cache.
         of_cache = self.cache is not None and queries < keys and isinstance(mask, KeyIntervals)
         if mask is None or is_static or (of_cache and shows_only_tokens(mask)):
