@@ -104,7 +104,7 @@ def _warn_of_flag(name: str) -> bool:
 
 
 def check_mask_keywords(keywords: Mapping[str, object], has_mask: bool) -> None:
-    """Does what `check_keywords` does, for layers whose mask contains packing and causality.
+    """Raises as `check_keywords`, for layers whose mask contains packing and causality, and for offsets that no mask follows.
 
     has_mask: whether a mask contains causality, and no cache has keys from before it: offsets can then separate its sequences.
     """
@@ -439,8 +439,8 @@ def cast_states(
 ) -> tuple[Tensor | None, ...]:
     """Casts float32 query, key and value back to the dtype of the model.
 
-    PEFT keeps layer norms in float32 for stability, which silently turns later tensors into float32. A float32 bias is
-    not cast, because rounding would change the scores.
+    PEFT keeps layer norms in float32 for stability, which silently turns later tensors into float32. Scores are not
+    for this function, because rounding would change them.
 
     Args:
         states: tensors of any shape. None and tensors of another dtype stay as they are.

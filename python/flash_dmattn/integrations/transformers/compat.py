@@ -3,9 +3,9 @@ huggingface/transformers that it waits for or follows, if there is one, and the 
 
 Two more are elsewhere: `_shared.layer_call.target_dtype`, which needs no transformers, reads private attributes of quantized
 configs (4.57 to 5.24), and `context_parallel.ContextParallelTrainerMixin` overrides a private method of `Trainer` (4.57 to 5.24).
-Where an argument differs between versions, a comment there says "transformers 4". Everything else goes through transformers'
-registries, `AttentionInterface` and `AttentionMaskInterface`, through subclasses of its classes, and through hooks and attributes
-of a model that the caller names. At import `wrap_implementation_setter` wraps two methods of `PreTrainedModel`; nothing else of
+Where an argument differs between versions, a comment there names them ("transformers 4"). Everything else goes through the
+registries `AttentionInterface` and `AttentionMaskInterface`, through subclasses of transformers' classes, and through hooks and
+attributes of a model that the caller names. At import `wrap_implementation_setter` wraps two methods of `PreTrainedModel`; nothing else of
 transformers is changed, then or later.
 """
 
@@ -56,6 +56,9 @@ CROPS_TO_A_LENGTH = "max_length" in inspect.signature(Cache.crop).parameters
 # Types whose causal layers pass is_causal=False with every mask in 4.57, as their masks include causality. Remove when 4.57 is no
 # longer supported.
 FLAG_WITH_EVERY_MASK_IN_4 = ("decision_transformer", "gpt2") if CROPS_TO_A_LENGTH else ()
+
+# Whether gradient checkpointing is reentrant by default. Remove when 4.57 is no longer supported.
+CHECKPOINTS_REENTRANT = transformers.__version__.startswith("4.")
 
 # The base class of cache layers with states of convolutions and recurrences, or one without instances: the hybrid models of 4.57
 # have caches of their own. Remove when 4.57 is no longer supported.

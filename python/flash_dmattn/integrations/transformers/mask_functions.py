@@ -44,7 +44,7 @@ def key_interval_mask(
     Args:
         batch_size, q_length, kv_length: B, Sq and Sk.
         q_offset, kv_offset: positions of the first query and key, on the device in a static cache; or all query
-            positions in `cache_position`, int [Sq] (transformers 4).
+            positions in `cache_position`, int [Sq] (transformers 4, and 5 until 5.3).
         mask_function: (batch, head, query position, key position) -> bool, on tensors that broadcast.
         attention_mask: padding, bool [B, positions], True for real tokens; missing ones are padding.
         allow_is_bidirectional_skip: a mask that allows everything may be None.
@@ -76,6 +76,7 @@ def key_interval_mask(
                 "would be padding"
             )
     if use_vmap:
+        own = {} if cache_position is None else {"cache_position": cache_position}
         mask = masking_utils.sdpa_mask(
             batch_size=batch_size,
             q_length=q_length,
@@ -87,6 +88,7 @@ def key_interval_mask(
             allow_is_causal_skip=False,
             use_vmap=True,
             device=device,
+            **own,
         )
         if mask is None:
             return None

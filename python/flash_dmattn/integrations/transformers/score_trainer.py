@@ -6,6 +6,7 @@ import torch
 from torch import Tensor, nn
 from transformers import Trainer
 
+from .compat import CHECKPOINTS_REENTRANT
 from .learned_scores.add import set_score_phase
 from .learned_scores.budgets import budget_loss
 from .learned_scores.training import ScoreSchedule, divergence
@@ -39,7 +40,8 @@ class ScoreTrainer(Trainer):
             teacher.to(self.args.device).eval()
         self.model_accepts_loss_kwargs = False  # losses are means, which accumulated steps divide
         checkpointing = self.args.gradient_checkpointing_kwargs or {}
-        if self.args.gradient_checkpointing and checkpointing.get("use_reentrant"):
+        is_reentrant = checkpointing.get("use_reentrant", CHECKPOINTS_REENTRANT)
+        if self.args.gradient_checkpointing and is_reentrant:
             raise ValueError(
                 "gradient_checkpointing_kwargs: got use_reentrant=True, expected False: the budget term would have no gradient"
             )

@@ -77,7 +77,7 @@ def visible_tokens(
     *,
     is_checked: bool = False,
 ) -> Visible:
-    """Returns what a mask shows that is causality and padding: it needs no intervals. Others raise.
+    """Returns what a mask of causality and padding shows, without intervals. Raises ValueError for another mask.
 
     first_query: the column of the first query, in a static cache.
     is_checked: whether intervals are known to be such a mask.
@@ -193,7 +193,7 @@ def _choose(
 ) -> Visible:
     """Chooses keys among the visible ones. The result is in the given order."""
     rule, scores = key_scores.rule, key_scores.scores.detach()
-    # With all padding on the left, that after a static cache's last token too, the last query is at the last key.
+    # An order moves padding to the left, with it a static cache's free columns, so the last query is at the last key.
     if order is not None:
         scores, visible = order.align(scores, 2), order.align_visible(visible)
     elif key_scores.first_query is not None:

@@ -36,7 +36,7 @@ class CacheState(NamedTuple):
     is_empty: whether the layer is known to hold no key.
     position: the position of the first new token in a static cache, an integer before the first tokens and later a tensor.
         None: new tokens are the cache's last keys.
-    arguments: further arguments of the update (transformers 4).
+    arguments: further arguments of the update (transformers 4, and 5 until 5.3).
     """
 
     is_empty: bool
@@ -45,7 +45,7 @@ class CacheState(NamedTuple):
 
     @classmethod
     def of_layer(cls, cache: object, index: int, cache_position: Tensor | None) -> CacheState:
-        """Raises TypeError unless the cache is one of transformers."""
+        """Raises as `check_cache`."""
         check_cache(cache)
         layer = cache.layers[index] if index < len(cache.layers) else None
         if layer is None:

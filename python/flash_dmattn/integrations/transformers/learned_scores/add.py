@@ -87,8 +87,8 @@ def add_learned_scores(
     Args:
         model: a decoder of transformers, or anything that contains one (a PEFT model, a multimodal model).
         keep_window_size, rule: which keys a query sees, a `flash_dmattn.KeyRule`. A cache then holds sink_tokens +
-            keep_window_size + recent_window keys for each key head. keep_window_size may also be a list of one for each layer
-            with scores (see `divide_budget`).
+            keep_window_size + recent_window keys for each key head. keep_window_size may also be one number for each key
+            head, or a list of such lists, one for each layer with scores (see `divide_budget`).
         scorer: what gives a key its score, one of the scorers above. A module is copied for every layer.
         dense_prefill: whether the first tokens of a cache attend to all of each other and the rule begins with the
             tokens after them, as in eviction after the prompt. By default the prompt follows the rule, in O(N w) time.

@@ -137,7 +137,7 @@ class ScoreCall:
         Args:
             number: of the layer in the cache.
             hidden: the layer's input, [B, S, features].
-            cache: the cache that the layer gets, or None. position: `cache_position` (transformers 4).
+            cache: the cache that the layer gets, or None. position: `cache_position` (transformers 4, and 5 until 5.3).
             pieces: context_parallel.PieceForward, if this rank has a piece of each sequence; None: it has whole sequences.
         """
         self.layer, self.number, self.hidden, self.pieces = layer, number, hidden, pieces
