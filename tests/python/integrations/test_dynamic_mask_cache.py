@@ -7,10 +7,10 @@ import torch
 
 from doge_generation import WINDOW, left_padding, make_ids, make_model
 from flash_dmattn._core.numerics import Numerics
+from flash_dmattn.integrations._shared.token_order import ScoredTokens
 from flash_dmattn.integrations.transformers import DynamicMaskCache, doge, enable_flash_dmattn
 from flash_dmattn.integrations.transformers.cache_layer import DynamicMaskLayer
 from flash_dmattn.integrations.transformers.compat import CACHE
-from flash_dmattn.integrations.transformers.token_order import ScoredTokens
 from flash_dmattn.keys.rule import SelectionRule
 from transformers_version import IS_TRANSFORMERS_4
 

@@ -8,8 +8,8 @@ from transformers import LlamaConfig
 
 from flash_dmattn import flash_dmattn_func, select_key_intervals
 from flash_dmattn._core.numerics import Numerics
+from flash_dmattn.integrations._shared.token_order import ScoredTokens
 from flash_dmattn.integrations.transformers import DynamicMaskCache
-from flash_dmattn.integrations.transformers.token_order import ScoredTokens
 from token_streams import RULES, Stream
 
 # Every rule is tested with a window for all heads or one per head.

@@ -12,9 +12,9 @@ from ...keys.intervals import KeyIntervals
 from ...keys.rule import SelectionRule
 from ...merge import add_sink
 from .._shared.layer_call import present_tokens, swap_heads_and_tokens
+from .._shared.token_order import ScoredTokens, TokenOrder, gather_columns, tokens_first
 from .compat import CACHE
 from .recorded_tokens import RECORDED_TOKENS, RecordedTokens
-from .token_order import ScoredTokens, TokenOrder, gather_columns, tokens_first
 
 
 class DynamicMaskLayer(CacheLayerMixin):

@@ -6,7 +6,7 @@ from torch import Tensor
 
 from ...generation.cache import KVSlots
 from ...keys.rule import SelectionRule
-from .token_order import ScoredTokens, counts_tokens, gather_columns, tokens_first
+from .._shared.token_order import ScoredTokens, counts_tokens, gather_columns, tokens_first
 
 RECORDED_TOKENS = 128  # at least this many tokens can be dropped again
 

@@ -18,7 +18,7 @@ from ...keys.rule import SelectionRule
 from ...keys.select import select_key_intervals, select_visible
 from ...keys.visible import Visible
 from .._shared.layer_call import normalize_mask, shows_only_tokens
-from .token_order import TokenOrder, counts_tokens
+from .._shared.token_order import TokenOrder, counts_tokens
 
 
 class KeyScores(NamedTuple):
