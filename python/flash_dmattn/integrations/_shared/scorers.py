@@ -79,8 +79,8 @@ class _MlpGates(nn.Module):
 class GateScorer(nn.Module):
     """Computes log gates, log sigmoid(z) <= 0, from the layer's input or from its values.
 
-    All gates begin at `first_score` for every token: the weight of the last projection begins at 0, and z begins at
-    FIRST_LOGIT, where its gradient is large enough to train. A bias that all keys share changes nothing in a softmax,
+    All gates begin at `first_score` for every token, unless `begin_at` changes z: the weight of the last projection begins at
+    0, and z begins at FIRST_LOGIT, where its gradient is large enough to train. A bias that all keys share changes nothing in a softmax,
     so attention with scores relative to `first_score` begins as attention without scores.
     """
 

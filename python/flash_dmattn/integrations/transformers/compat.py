@@ -4,9 +4,9 @@ huggingface/transformers that it waits for or follows, if there is one, and the 
 Two more are elsewhere: `_shared.layer_call.target_dtype`, which needs no transformers, reads private attributes of quantized
 configs (4.57 to 5.24), and `context_parallel.ContextParallelTrainerMixin` overrides a private method of `Trainer` (4.57 to 5.24).
 Where an argument differs between versions, a comment there names them ("transformers 4"). Everything else goes through the
-registries `AttentionInterface` and `AttentionMaskInterface`, through subclasses of transformers' classes, and through hooks and
-attributes of a model that the caller names. At import `wrap_implementation_setter` wraps two methods of `PreTrainedModel`; nothing else of
-transformers is changed, then or later.
+registries `AttentionInterface` and `AttentionMaskInterface`, through subclasses of transformers' classes, and through hooks,
+attributes and classes of layers of a model that the caller names. At import `wrap_implementation_setter` wraps two methods of
+`PreTrainedModel`; nothing else of transformers is changed, then or later.
 """
 
 import copy

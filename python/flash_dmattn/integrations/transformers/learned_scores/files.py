@@ -77,8 +77,8 @@ def load_scores(model: nn.Module, folder: str | Path, scorer: Scorer | None = No
             f"scorer: got None for the scores in {folder}, which a function or module made; expected it"
         )
     is_new = not any(map(has_scores, model.modules()))
-    former = [m for m in model.modules() if hasattr(getattr(m, "config", None), CONFIG_NAME)]
-    stored_before = [getattr(module.config, CONFIG_NAME) for module in former]
+    configured = [m for m in model.modules() if hasattr(getattr(m, "config", None), CONFIG_NAME)]
+    former = [(module, getattr(module.config, CONFIG_NAME)) for module in configured]
     if is_new:
         kind = scorer if scores.scorer == "custom" else scores.scorer
         rule = scores.rule_arguments()
@@ -91,7 +91,7 @@ def load_scores(model: nn.Module, folder: str | Path, scorer: Scorer | None = No
     except ValueError:
         if is_new:
             remove_learned_scores(model)
-            for module, settings in zip(former, stored_before, strict=True):
+            for module, settings in former:
                 setattr(module.config, CONFIG_NAME, settings)
         raise
     for module, state in states:
