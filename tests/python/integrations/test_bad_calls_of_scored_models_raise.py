@@ -2,6 +2,7 @@
 row has the words of the error, as a regular expression, and the call. The model is unchanged afterwards."""
 
 import contextlib
+import math
 import re
 from types import SimpleNamespace
 
@@ -51,6 +52,7 @@ WRONG_OPTIONS = [
     ("^scorer: got 'norm', expected one of", {"scorer": "norm"}),
     (r"^scorer: got a function of \(hidden\), expected one of", {"scorer": lambda hidden: hidden}),
     (r"^scorer: got a function of .*expected one of \(hidden, key, value\)", {"scorer": torch.nn.Linear(4, 2)}),
+    ("^first_logit: got nan, expected a finite", {"first_logit": math.nan}),
     ("^keep_window_size: got 3 sizes, expected one, or 2: one for each key head", {"keep_window_size": [1, 2, 3]}),
     ("^keep_window_size: got lists for 1 layers, expected 2", {"keep_window_size": [[1, 1]], "recent_window": 1}),
     ("^attention: got 'LlamaAttention', expected a class", {"attention": "LlamaAttention"}),
@@ -227,6 +229,7 @@ CALLS_OF_SCORES = [
     ("^config.dms_disable_eviction: got True", dms(dms_disable_eviction=True)),
     ("^config.dms_window_size: got none", dms(dms_window_size=None)),
     ("^late: got True with recent_window=1", dms(dms_window_size=0)),
+    ("^dtype: got it for a model", lambda: load_dms(make_base("Qwen3"), dtype=torch.bfloat16)),
     ("with dms_separate_alpha=True and 0 tensors", dms(dms_separate_alpha=True)),
     ("^press: got dict, expected a ScorerPress", lambda: add_press(make_base(), {}, 4)),
     ("^press: got a DMSPress without threshold", lambda: add_press(make_base(), DMSPress())),

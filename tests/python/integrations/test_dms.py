@@ -155,14 +155,19 @@ def test_slots_of_late_scores_equal_all_keys_with_padding_drafts_and_a_cap(tmp_p
         assert torch.equal(within_limit(written, rows.shape[1] + 12)[:, -12:], alone)
 
 
-def test_training_step_has_the_loss_and_gradient_of_the_definition():
+def test_training_step_has_the_loss_and_gradient_of_the_definition(tmp_path):
     base, ids, target = make_base("Qwen3"), make_ids(LENGTH), 0.25
     model = add_dms_scores(make_base("Qwen3"), window_size=WINDOW)
     parameters = freeze_all_but_scores(model)
     projections = [layer.scorer.scores.proj for layer in scored_layers(model)]
     assert all((proj.bias == 5).all() for proj in projections)
-    with_mlp = add_dms_scores(make_base("Qwen3"), scorer="mlp")
+    with_mlp = add_dms_scores(make_base("Qwen3"), None, WINDOW, scorer="mlp")
     assert (with_mlp.model.layers[0].self_attn.scorer.scores.function["2"].bias == 5).all()
+    save_scores(with_mlp, tmp_path)
+    for new in (with_mlp, load_scores(make_base("Qwen3"), tmp_path)):
+        torch.testing.assert_close(
+            new.set_score_phase("soft")(ids).logits, base(ids).logits, **CLOSE
+        )
     with torch.no_grad():
         for parameter in parameters:  # logits around 0
             parameter.normal_()

@@ -14,13 +14,13 @@ from gpu import devices
 def scores_of_calls(monkeypatch):
     """Returns a list that collects the scores of every call of our attention, in order."""
     seen = []
-    attend = integration.attend_to_chosen
+    attend = integration.attend
 
-    def watch(query, key, value, visible, used, options):
+    def watch(query, key, value, visible, used, options, **keywords):
         seen.append(used.scores.detach())
-        return attend(query, key, value, visible, used, options)
+        return attend(query, key, value, visible, used, options, **keywords)
 
-    monkeypatch.setattr(integration, "attend_to_chosen", watch)
+    monkeypatch.setattr(integration, "attend", watch)
     return seen
 
 

@@ -15,6 +15,7 @@ from flash_dmattn.integrations.transformers import (
     remove_learned_scores,
     save_scores,
 )
+from flash_dmattn.integrations.transformers.families import is_attention
 from flash_dmattn.integrations.transformers.learned_scores.add import scored_layers
 from scored_models import FAMILIES, RULES, make_base, make_ids, make_scored, spread_scores
 from scores_by_definition import by_definition
@@ -104,9 +105,12 @@ def assert_parts_equal_definition(model, name):
 @pytest.mark.parametrize(
     ("phase", "name"), [("soft", "none"), ("soft", "dynamic"), ("hard", "none"), *(("hard", name) for name in CACHES)]
 )  # fmt: skip
-def test_padding_between_turns_equals_texts_alone(phase, name):
-    """The recent window counts tokens: a short message beside a long one leaves a row its own last tokens."""
-    model, ids = make_scored(rule="all").set_score_phase(phase), make_ids(PROMPT + NEW)
+@pytest.mark.parametrize("late", [False, True])
+def test_padding_between_turns_equals_texts_alone(phase, name, late):
+    """The recent window counts tokens: a short message beside a long one leaves a row its own last tokens. The next token makes a
+    late score."""
+    model = spread_scores(add_learned_scores(make_base(), **RULES["all"], late=late))
+    model, ids = model.set_score_phase(phase), make_ids(PROMPT + NEW)
     mask = torch.ones_like(ids)
     mask[0, 6:11] = mask[0, PROMPT + 2] = mask[1, 3:5] = 0
     positions = (mask.cumsum(1) - 1).clamp(min=0)
@@ -267,11 +271,13 @@ def test_packed_texts_stay_apart_in_a_multimodal_model():
     torch.testing.assert_close(logits, expected, rtol=1e-3, atol=1e-4)
 
 
-def tiny_scored_model(name):
+def tiny_scored_model(name, **sizes):
     pytest.importorskip("transformers", minversion="5.24")
     from tiny_models import class_named, tiny_config, tiny_model
 
-    model = tiny_model(class_named(name), tiny_config(class_named(name)), "eager")
+    config = tiny_config(class_named(name))
+    config.update(sizes)
+    model = tiny_model(class_named(name), config, "eager")
     add_learned_scores(model, keep_window_size=4, recent_window=2)
     for layer in scored_layers(model):
         for parameter in layer.scorer.parameters():
@@ -310,12 +316,21 @@ def test_steps_of_layers_without_numbers_are_equal_in_both_caches():
     torch.testing.assert_close(*logits, atol=2e-4, rtol=2e-4)
 
 
+@pytest.mark.parametrize(
+    ("name", "sizes", "numbers"),
+    [
+        ("Zamba2ForCausalLM", {}, [-1, -1]),
+        ("LongcatFlashForCausalLM", {"num_layers": 2}, [0, 1, 2, 3]),
+    ],
+)
 @pytest.mark.parametrize("save", [save_scores, PreTrainedModel.save_pretrained])
-def test_scores_of_layers_without_numbers_are_restored(save, tmp_path):
-    model = tiny_scored_model("Zamba2ForCausalLM")
+def test_scores_of_layers_with_other_names_than_numbers_are_restored(
+    save, name, sizes, numbers, tmp_path
+):
+    """LongCat's layer layers.1.self_attn.0 has the number 2."""
+    model = tiny_scored_model(name, **sizes)
     base = remove_learned_scores(copy.deepcopy(model))
-    attention = [m for m in base.modules() if type(m).__name__ == "Zamba2Attention"]
-    assert [layer.layer_idx for layer in attention] == [-1, -1]
+    assert [layer.layer_idx for layer in base.modules() if is_attention(layer)] == numbers
     model.tie_weights()  # of whole blocks, but not of their scorers
     save(model, tmp_path)
     ids = make_ids(PROMPT)

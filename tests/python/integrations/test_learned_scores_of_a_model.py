@@ -9,6 +9,7 @@ import pytest
 import torch
 import torch.distributed as dist
 import transformers
+from transformers import StaticCache
 
 from flash_dmattn.integrations.transformers import (
     DynamicMaskCache,
@@ -308,6 +309,35 @@ def test_compiled_prompt_fills_a_cache_like_an_uncompiled_one():
             step = model(ids[:, :1], past_key_values=out.past_key_values)
             logits.append([out.logits, step.logits])
     torch.testing.assert_close(logits[1], logits[0])
+
+
+@since_transformers_5
+@pytest.mark.parametrize("dense", [False, True])
+def test_compiled_prompts_of_a_static_cache_equal_uncompiled_ones(dense):
+    """The cache has memory before its first tokens, as in `generate` with prefill_chunk_size on a GPU, and gets a second text."""
+    torch._dynamo.reset()
+    model = add_learned_scores(make_base(num_hidden_layers=1), **RULES["all"], dense_prefill=dense)
+    spread_scores(model).requires_grad_(False)
+    logits = []
+    for prompt in (model, torch.compile(model, fullgraph=True, backend="eager")):
+        cache, logits = StaticCache(config=model.config, max_cache_len=24), [*logits, []]
+        cache.early_initialization(2, 2, 8, torch.float32, torch.device("cpu"))
+        for ids in make_ids(42).split(21, 1):
+            parts = ids.split([9, 9, 3], 1)
+            logits[-1] += [prompt(part, past_key_values=cache).logits for part in parts]
+            cache.reset()
+    torch.testing.assert_close(logits[1], logits[0])
+
+
+@since_transformers_5
+def test_compiled_keys_without_scores_raise():
+    torch._dynamo.reset()
+    model, ids = make_scored(num_hidden_layers=1).requires_grad_(False), make_ids()
+    cache = StaticCache(config=model.config, max_cache_len=24)
+    model.set_score_phase("off")(ids[:, :9], past_key_values=cache)
+    model.set_score_phase("hard")
+    with pytest.raises(Exception, match="got keys without scores in layer 0"):
+        torch.compile(model, fullgraph=True, backend="eager")(ids[:, 9:], past_key_values=cache)
 
 
 @pytest.mark.parametrize("compiled", [False, True])

@@ -8,6 +8,7 @@ from typing import NamedTuple
 from transformers.configuration_utils import PretrainedConfig
 
 from ...keys.rule import RuleParts, SelectionRule
+from .scorers import FIRST_LOGIT
 
 CONFIG_NAME = "learned_scores"  # the attribute of a config
 
@@ -21,6 +22,7 @@ class LearnedScores(NamedTuple):
     layers: tuple[int, ...]  # the layers that have scores
     dense_prefill: bool = False
     late: bool = False  # whether a key has the score of the token after it
+    first_logit: float = FIRST_LOGIT  # of the gates before training
 
     def rule_arguments(self) -> dict:
         """Returns the rules as the arguments of `add_learned_scores`."""
@@ -47,8 +49,8 @@ class LearnedScores(NamedTuple):
         parts = {name: value for name, value in stored.items() if name in SelectionRule._fields}
         layers = tuple(stored["layers"])
         rules = make_rules(len(layers), parts.pop("keep_window_size"), parts)
-        late = stored.get("late", False)  # which older files do not have
-        return cls(rules, stored["scorer"], layers, stored["dense_prefill"], late)
+        newer = {name: stored[name] for name in ("late", "first_logit") if name in stored}
+        return cls(rules, stored["scorer"], layers, stored["dense_prefill"], **newer)
 
     @classmethod
     def from_config(cls, config: PretrainedConfig) -> LearnedScores | None:

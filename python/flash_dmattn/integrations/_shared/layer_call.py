@@ -18,7 +18,13 @@ from ..._core.checks import (
 from ..._core.numerics import resolve_scale
 from ...keys.intervals import KeyIntervals, intersect
 from ...keys.positions import check_offsets
-from ...keys.recognise import Memo, intervals_of_mask, refuse_negative, split_additive
+from ...keys.recognise import (
+    Memo,
+    cached_result,
+    intervals_of_mask,
+    refuse_negative,
+    split_additive,
+)
 from ...merge import check_sink_logits
 
 # ---- Keywords -----------------------------------------------------------------------------------
@@ -73,8 +79,8 @@ def check_keywords(keywords: Mapping[str, object]) -> None:
 
 
 def check_known_keywords(keywords: Mapping[str, object], known: frozenset[str]) -> None:
-    """Raises TypeError for a keyword that is neither None nor known. Warns once of a scalar whose name has no word of a setting of
-    attention: flags of a later transformers reach every layer."""
+    """Raises TypeError for a keyword that is neither None nor known, nor a scalar whose name has no word of a setting of attention.
+    Of such a scalar it warns once: flags of a later transformers reach every layer."""
     for name, value in keywords.items():
         if value is None or name in known:
             continue
@@ -229,11 +235,18 @@ def as_key_intervals(
     return KeyIntervals(mask, query_length, consecutive=not may_read())
 
 
-def present_tokens(mask: Tensor | KeyIntervals, length: int) -> Tensor:
-    """Returns whether each new token of a cache of slots is not padding, bool [B, S]."""
+def present_tokens(
+    mask: Tensor | KeyIntervals | None, length: int, memo: Memo | None = None
+) -> Tensor | None:
+    """Returns whether each new token of a cache of slots is not padding, bool [B, S]; None: all are tokens."""
+    if mask is None:
+        return None
     intervals = as_key_intervals(mask, length, length)
     fits = intervals is not None and (intervals.heads, intervals.key_length) == (1, length)
-    if not fits or not shows_only_tokens(intervals):
+    fits = fits and cached_result(
+        memo, "only tokens", intervals.intervals, lambda _: shows_only_tokens(intervals)
+    )
+    if not fits:
         mask = mask if intervals is None else intervals.intervals
         raise ValueError(
             f"attention_mask: got {mask.dtype} of shape {tuple(mask.shape)}, expected padding [B, tokens]; slots of a "

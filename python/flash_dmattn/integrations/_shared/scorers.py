@@ -4,15 +4,15 @@ from __future__ import annotations
 
 import copy
 import inspect
-import math
 from collections.abc import Callable
 
 import torch
+import torch.nn.functional as F
 from torch import Tensor, nn
 
 from ...scores import ScoreProjection, make_scores, project_scores, scores_of_heads
 
-FIRST_LOGIT = 3.0  # the first logit of every gate, as in make_scores
+FIRST_LOGIT = 3.0  # of a gate, as in make_scores: its gradient is large enough to train
 _HIDDEN_FEATURES = 64  # the width of the MLP's hidden layer
 
 Scorer = Callable[[Tensor, Tensor, Tensor], Tensor]
@@ -38,24 +38,31 @@ def check_scorer(scorer: object) -> None:
 
 
 def make_scorer(
-    scorer: str | Scorer, hidden_size: int, heads: int, value_size: int, device: torch.device
-) -> nn.Module:
+    scorer: str | Scorer,
+    hidden_size: int,
+    heads: int,
+    value_size: int,
+    device: torch.device,
+    first_logit: float = FIRST_LOGIT,
+) -> LayerScorer:
     """Makes one layer's scorer: hidden [B, S, hidden_size], key and value [B, S, heads, D] -> scores [B, heads, S].
 
-    value_size: the number of features in the values of all heads.
+    value_size: the number of features in the values of all heads. first_logit: of a `GateScorer`.
     """
     check_scorer(scorer)
+    if isinstance(scorer, LayerScorer):
+        return copy.deepcopy(scorer).to(device)
     if isinstance(scorer, nn.Module):
         return FunctionScorer(copy.deepcopy(scorer).to(device))
     if callable(scorer):
         return FunctionScorer(scorer)
     options = {"device": device, "dtype": torch.float32}
     if scorer == "hidden":
-        return GateScorer("hidden", make_scores(hidden_size, heads, **options))
+        return GateScorer("hidden", make_scores(hidden_size, heads, **options), first_logit)
     if scorer == "value":
-        return GateScorer("value", make_scores(value_size, heads, **options))
+        return GateScorer("value", make_scores(value_size, heads, **options), first_logit)
     if scorer == "mlp":
-        return GateScorer("hidden", _MlpGates(hidden_size, heads, options))
+        return GateScorer("hidden", _MlpGates(hidden_size, heads, options), first_logit)
     return FunctionScorer(_BASELINES[scorer], is_gate=False)
 
 
@@ -76,27 +83,44 @@ class _MlpGates(nn.Module):
         return project_scores(last, project_scores(first, hidden, "gelu").mT, "gate")
 
 
-class GateScorer(nn.Module):
-    """Computes log gates, log sigmoid(z) <= 0, from the layer's input or from its values.
+class LayerScorer(nn.Module):
+    """The scorer of one layer: its forward takes (hidden, key, value), and returns float32 [B, heads, S].
 
-    All gates begin at `first_score` for every token, unless `begin_at` changes z: the weight of the last projection begins at
-    0, and z begins at FIRST_LOGIT, where its gradient is large enough to train. A bias that all keys share changes nothing in a softmax,
-    so attention with scores relative to `first_score` begins as attention without scores.
+    is_gate: whether scores are log gates, 0 or less. first_score: of every key before training; the phase "soft" adds scores
+    relative to it.
     """
 
     is_gate = True
-    first_score = -math.log1p(math.exp(-FIRST_LOGIT))
+    first_score = 0.0
 
-    def __init__(self, source: str, scores: nn.Module):
+    def attach(self, layer: nn.Module) -> None:
+        """Prepares a layer for a scorer that reads more than the arguments of its forward."""
+
+    def detach(self) -> None:
+        """Undoes `attach`."""
+
+    def clear_query(self, query: Tensor) -> Tensor:
+        """Returns a query [B, Hq, S, D] without the channels that are scores."""
+        return query
+
+
+class GateScorer(LayerScorer):
+    """Computes log gates, log sigmoid(z) <= 0, from the layer's input or from its values.
+
+    The weight of the last projection begins at 0 and z at first_logit, so every key begins with the same score. A bias that all
+    keys share changes nothing in a softmax, so attention with scores relative to `first_score` begins as attention without
+    scores.
+    """
+
+    def __init__(self, source: str, scores: nn.Module, first_logit: float):
         super().__init__()
         self.source, self.scores = source, scores
-        self.begin_at(FIRST_LOGIT)
-
-    def begin_at(self, logit: float) -> None:
-        """Makes sigmoid(logit) the gate of every token."""
-        last = [module for module in self.scores.modules() if isinstance(module, nn.Linear)][-1]
+        self.first_score = F.logsigmoid(
+            torch.tensor(float(first_logit), dtype=torch.float64)
+        ).item()
+        last = [module for module in scores.modules() if isinstance(module, nn.Linear)][-1]
         nn.init.zeros_(last.weight)
-        nn.init.constant_(last.bias, logit)
+        nn.init.constant_(last.bias, first_logit)
 
     def extra_repr(self) -> str:
         return f"source={self.source!r}"
@@ -105,10 +129,8 @@ class GateScorer(nn.Module):
         return self.scores(hidden if self.source == "hidden" else value.flatten(2))
 
 
-class FunctionScorer(nn.Module):
+class FunctionScorer(LayerScorer):
     """Converts the scores [B, S, heads] of a function or module to float32 [B, heads, S]."""
-
-    first_score = 0.0
 
     def __init__(self, function: Scorer, is_gate: bool = True):
         super().__init__()

@@ -36,8 +36,8 @@ class DynamicMaskCache(Cache):
     ):
         """
         Args:
-            config: the model's config. It has learned scores, or the rule of the model's layers as attributes: those of a
-                `KeyRule` that do not have their defaults.
+            config: the model's config. It has learned scores, or the rule of the model's layers as attributes:
+                `keep_window_size`, and those other parts of a `KeyRule` that differ from their defaults.
             static: whether memory stays in place and decoding steps read nothing from the device, for CUDA graphs and
                 torch.compile. On a GPU, `generate` then compiles the model.
             chunk: the number of tokens that are stored in addition to the rule's keys, for chunked prompts and assisted

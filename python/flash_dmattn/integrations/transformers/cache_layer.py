@@ -8,10 +8,9 @@ from transformers.cache_utils import CacheLayerMixin
 from ..._core.kv_checks import check_slot_kernels
 from ..._core.numerics import Numerics
 from ...generation.cache import KVSlots
-from ...keys.intervals import KeyIntervals
 from ...keys.rule import SelectionRule
 from ...merge import add_sink
-from .._shared.layer_call import present_tokens, swap_heads_and_tokens
+from .._shared.layer_call import swap_heads_and_tokens
 from .._shared.token_order import ScoredTokens, TokenOrder, gather_columns, tokens_first
 from .compat import CACHE
 from .recorded_tokens import RECORDED_TOKENS, RecordedTokens
@@ -137,7 +136,7 @@ class DynamicMaskLayer(CacheLayerMixin):
         layer_idx: int,
         states: tuple[torch.Tensor, torch.Tensor, torch.Tensor],
         scores: torch.Tensor,
-        mask: torch.Tensor | KeyIntervals | None,
+        present: torch.Tensor | None,
         numerics: Numerics,
         attend_to_prompt: Callable[[], torch.Tensor],
         *,
@@ -151,14 +150,13 @@ class DynamicMaskLayer(CacheLayerMixin):
             rule, layer_idx: of the attention layer.
             states: query [B, S, Hq, D], key [B, S, Hkv, D], value [B, S, Hkv, Dv].
             scores: float32 [B, Hkv, S].
-            mask: of the call; None: no token is padding.
+            present: bool [B, S], False for padding; None: all are tokens.
             attend_to_prompt: computes attention of the first tokens, which are all that they see.
             late_scores: float32 [B, Hkv], the scores of the last keys before these tokens, if they are known only now.
             sink_logits: [Hq]; `attend_to_prompt` adds them itself.
         """
         self.check_rule(rule, layer_idx)
         query, key, value = states
-        present = None if mask is None else present_tokens(mask, query.shape[1])
         tokens = ScoredTokens(key, value, scores, present)
         if self.is_empty:
             self.check_kernels(key, value)  # before attention that the slots could not take over

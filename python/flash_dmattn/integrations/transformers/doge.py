@@ -29,6 +29,7 @@ from .._shared.layer_call import (
     check_probabilities,
     hide_other_sequences,
     is_causal_mask,
+    present_tokens,
     swap_heads_and_tokens,
     target_dtype,
 )
@@ -39,8 +40,7 @@ from .model_state import CONTEXT, DOGE_NAME
 from .scored_attention import (
     KeyScores,
     LayerOptions,
-    attend_to_chosen,
-    attend_to_visible,
+    attend,
     visible_elements,
     visible_tokens,
 )
@@ -208,17 +208,17 @@ class FlashDogeAttention(DogeAttention):
             if context.mask_kind == "padded" and visible.intervals is not None:
                 visible = visible_tokens(visible.intervals, is_checked=True)
             bias = scores if self.round_scores_like_eager else with_zero_sum_gradient(scores)
-            hides = key.shape[1] > self.keep_window_size
-            attend = attend_to_chosen if hides else attend_to_visible
-            out = attend(*states, visible, KeyScores(rule, scores, bias), options)
+            chooses = key.shape[1] > self.keep_window_size
+            out = attend(*states, visible, KeyScores(rule, scores, bias), options, chooses=chooses)
             if mask is not None and context.mask_kind != "packed":
                 out = _fill_blind_rows(out, shown, states, self.scaling, memo)
             return out
 
         if slots is None:
             return attend_to_tokens()
+        present = present_tokens(mask, key.shape[1], memo)
         return slots.attend_call(
-            rule, self.layer_idx, states, scores.float(), mask, numerics, attend_to_tokens
+            rule, self.layer_idx, states, scores.float(), present, numerics, attend_to_tokens
         )
 
     def _update(

@@ -22,7 +22,7 @@ _HANDLES = "_flash_dmattn_hooks"  # the attribute of a module that keeps the han
 
 def add_hook(module: nn.Module, hook: Callable, after: bool = False) -> None:
     """Runs a hook, which takes keywords, before each forward of a module, or after it, with the output None if it raised. A
-    module gets each hook once."""
+    second hook of the same name is not added."""
     handles = vars(module).setdefault(_HANDLES, {})
     if _name(hook) not in handles:
         register, options = module.register_forward_pre_hook, {}

@@ -72,11 +72,11 @@ class RecordedTokens:
             slots.commit(count)
 
     def rescore_last(self, slots: KVSlots, scores: Tensor, present: Tensor | None) -> None:
-        """Gives the last keys the scores [B, Hkv] that the first of new columns makes, unless it is padding in their row.
+        """Gives the last keys the scores [B, Hkv] that the first new token makes, if their row gets one.
 
         present: of the new columns, bool [B, S]; None: no column is padding.
         """
-        slots.rescore_last(scores, None if present is None else present[:, 0])
+        slots.rescore_last(scores, None if present is None else present.any(1))
         if self.columns is not None:
             inverse = tokens_first(self.columns.present).argsort(1)
             scores = gather_columns(slots.pending_part(slots.scores), inverse, 2)

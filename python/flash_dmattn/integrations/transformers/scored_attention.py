@@ -13,7 +13,7 @@ from ..._core.numerics import Numerics
 from ..._dispatch import attention, with_lse
 from ...keys.in_torch import rank_in_document
 from ...keys.intervals import KeyIntervals
-from ...keys.recognise import Memo
+from ...keys.recognise import Memo, cached_result
 from ...keys.rule import SelectionRule
 from ...keys.select import select_key_intervals, select_visible
 from ...keys.visible import Visible
@@ -104,60 +104,45 @@ def visible_tokens(
     )
 
 
+def shown_keys(visible: Visible) -> Tensor | None:
+    """Returns the keys that some query sees, bool [B, H, Sk], where 1 stands for a dimension that makes no difference; None: all."""
+    if visible.intervals is not None:
+        return visible.intervals.shown_keys()
+    return None if visible.mask is None else visible.mask.any(-2)
+
+
 # ---- Attention --------------------------------------------------------------------------------------
 
 
-def attend_to_chosen(
+def attend(
     query: Tensor,
     key: Tensor,
     value: Tensor,
     visible: Visible,
     key_scores: KeyScores,
     options: LayerOptions,
+    *,
+    chooses: bool = True,
 ) -> Tensor:
-    """Computes attention of queries [B, Sq, Hq, D] to the visible keys that the rule chooses. Returns [B, Sq, Hq, D]."""
-    order = _token_order(key_scores, visible, query.shape[1])
-    chosen = _choose(query, key, key_scores, visible, order, options.memo)
-    if key_scores.bias is None and order is not None:
-        chosen, order = Visible(intervals=order.restore_intervals(chosen.intervals)), None
-    return _attend(
-        query, key, value, chosen, _bias(key_scores, visible), key_scores.delay, order, options
-    )
+    """Computes attention of queries [B, Sq, Hq, D] to the visible keys that the rule chooses. Returns [B, Sq, Hq, D].
 
-
-def attend_to_visible(
-    query: Tensor,
-    key: Tensor,
-    value: Tensor,
-    visible: Visible,
-    key_scores: KeyScores,
-    options: LayerOptions,
-) -> Tensor:
-    """Computes attention to all visible keys. Scores act only as the bias. Shapes as in `attend_to_chosen`."""
+    chooses: False: to all visible keys; scores act only as the bias.
+    """
+    numerics, sink_logits, memo = options
     bias, order = _bias(key_scores, visible), None
-    if bias is not None:
-        order = _token_order(key_scores, visible, query.shape[1])
-        visible = visible if order is None else order.align_visible(visible)
-    return _attend(query, key, value, visible, bias, key_scores.delay, order, options)
-
-
-def _attend(
-    query: Tensor,
-    key: Tensor,
-    value: Tensor,
-    visible: Visible,
-    bias: Tensor | None,
-    delay: int,
-    order: TokenOrder | None,
-    options: LayerOptions,
-) -> Tensor:
-    """Computes attention. order: of the columns of `visible`; the delay of the bias counts tokens."""
+    if chooses or bias is not None:
+        order = _token_order(key_scores, visible, query.shape[1], memo)
+    if chooses:
+        visible = _choose(query, key, key_scores, visible, order, memo)
+        if bias is None and order is not None:
+            visible, order = Visible(intervals=order.restore_intervals(visible.intervals)), None
+    elif order is not None:
+        visible = order.align_visible(visible)
     if order is not None:
         query = order.align(query, 1, of_queries=True)
         key, value, bias = order.align(key, 1), order.align(value, 1), order.align(bias, 2)
-    numerics, sink_logits, memo = options
     out, statistics = attention(
-        query, key, value, bias, visible, numerics, bias_delay=delay, memo=memo
+        query, key, value, bias, visible, numerics, bias_delay=key_scores.delay, memo=memo
     )
     if sink_logits is not None:
         out = with_lse(out, statistics, return_lse=False, sink_logits=sink_logits)
@@ -167,20 +152,22 @@ def _attend(
 # ---- Which keys a query sees ------------------------------------------------------------------------
 
 
-def _token_order(key_scores: KeyScores, visible: Visible, query_length: int) -> TokenOrder | None:
+def _token_order(
+    key_scores: KeyScores, visible: Visible, query_length: int, memo: Memo | None
+) -> TokenOrder | None:
     """Returns the order in which columns count tokens for the rule's recent window; None: they do already."""
     mask, _, shown, _ = visible
-    if not counts_tokens(key_scores.rule):
+    is_dense = mask is not None and mask.shape[2] > 1
+    if not counts_tokens(key_scores.rule) or is_dense or (mask is None and shown is None):
         return None
-    if shown is not None:
-        present = shown.shown_keys()
-    elif mask is not None and mask.shape[2] == 1:
-        present = mask[:, :, 0]
-    else:
-        return None
-    if present.shape[1] > 1:
-        return None
-    return TokenOrder.of_padding(present[:, 0], query_length, key_scores.first_query)
+
+    def find(_: Tensor) -> TokenOrder | None:
+        present = shown_keys(visible)
+        if present.shape[1] > 1:
+            return None
+        return TokenOrder.of_padding(present[:, 0], query_length, key_scores.first_query)
+
+    return cached_result(memo, "token order", mask if shown is None else shown.intervals, find)
 
 
 def _choose(
@@ -222,11 +209,10 @@ def _bias(key_scores: KeyScores, visible: Visible) -> Tensor | None:
     bias, sinks = key_scores.bias, key_scores.rule.sink_tokens
     if bias is None or not sinks:
         return bias
+    shown = shown_keys(visible)
     if visible.intervals is not None:
-        shown = visible.intervals.shown_keys()
         ranks = rank_in_document(shown, visible.intervals.intervals[..., 1].cummax(-1).values)
     elif visible.mask is not None:
-        shown = visible.mask.any(-2)
         ranks = shown.cumsum(-1) - 1
         if visible.mask.shape[-2] == ranks.shape[-1]:
             ranks = ranks - _shown_before_documents(visible.mask, shown)

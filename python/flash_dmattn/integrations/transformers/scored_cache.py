@@ -17,7 +17,8 @@ from transformers.configuration_utils import PretrainedConfig
 from ..._core.checks import may_read
 from .compat import CACHE
 
-_INDICES = "flash_dmattn_score_layers"  # the attribute of a cache: {number of a layer: index of its scores in cache.layers}
+# The attribute of a cache: {number of a layer: index of its scores in cache.layers, or None for keys that came without scores}.
+_INDICES = "flash_dmattn_score_layers"
 
 
 def check_cache(cache: object) -> None:
@@ -33,13 +34,14 @@ def check_cache(cache: object) -> None:
 class CacheState(NamedTuple):
     """The state of a layer's cache before it gets new keys.
 
-    is_empty: whether the layer is known to hold no key.
+    is_empty: whether the layer holds no key. None: unknown, as compiled code cannot read the length of a static cache that has
+        memory, but no scores yet; `store_scores` takes it for empty.
     position: the position of the first new token in a static cache, an integer before the first tokens and later a tensor.
         None: new tokens are the cache's last keys.
     arguments: further arguments of the update (transformers 4, and 5 until 5.3).
     """
 
-    is_empty: bool
+    is_empty: bool | None
     position: Tensor | int | None = None
     arguments: tuple = ()
 
@@ -58,8 +60,13 @@ class CacheState(NamedTuple):
             else:
                 position = layer.get_seq_length()  # a tensor, which the update changes
                 position = position.clone() if isinstance(position, Tensor) else position
-        is_empty = not layer.is_initialized
-        if not is_empty and not torch.compiler.is_compiling():  # finding out would break the graph
+        if not layer.is_initialized:
+            is_empty = True
+        elif isinstance(position, Tensor) and torch.compiler.is_compiling():
+            # Reading the length would break the graph.
+            scores = _scores_of_layer(cache, index)
+            is_empty = None if scores is None else not scores.holds_tokens
+        else:
             is_empty = int(layer.get_seq_length()) == 0
         return cls(is_empty, position, arguments)
 
@@ -79,15 +86,18 @@ def store_scores(
     Returns the scores of all keys, [B, Hkv, Sk], or None if some keys came without scores.
     """
     indices = vars(cache).setdefault(_INDICES, {})
-    if index not in indices:
-        if not (state.is_empty or (state.position is None and keys.shape[2] == scores.shape[2])):
+    layer = _scores_of_layer(cache, index)
+    if layer is None:
+        is_unknown = state.is_empty is None and index not in indices
+        has_only_new = state.position is None and keys.shape[2] == scores.shape[2]
+        if not (state.is_empty or is_unknown or has_only_new):
             return None
         if cache.layer_class_to_replicate is not None:  # layers are made when they are used
             while len(cache.layers) < config.num_hidden_layers:
                 cache.layers.append(cache.layer_class_to_replicate())
         indices[index] = len(cache.layers)
-        cache.layers.append(_layer_of_scores(cache.layers[index]))
-    layer = cache.layers[indices[index]]
+        layer = _layer_of_scores(cache.layers[index])
+        cache.layers.append(layer)
     if not _lacks_scores(layer, state):
         states = scores[..., None]
         stored, _ = layer.update(states, states, *state.arguments)
@@ -98,10 +108,17 @@ def store_scores(
 
 
 def forget_scores(cache: object, index: int) -> None:
-    """Drops the scores of a layer that gets keys without scores. Does nothing for what is no cache with scores."""
-    indices = getattr(cache, _INDICES, {})
-    if index in indices:
-        cache.layers[indices.pop(index)].reset()
+    """Drops the scores of a layer that gets keys without scores. Does nothing for what is no cache."""
+    if isinstance(cache, Cache):
+        layer = _scores_of_layer(cache, index)
+        if layer is not None:
+            layer.reset()
+        vars(cache).setdefault(_INDICES, {})[index] = None
+
+
+def _scores_of_layer(cache: Cache, index: int) -> CacheLayerMixin | None:
+    own = vars(cache).get(_INDICES, {}).get(index)
+    return None if own is None else cache.layers[own]
 
 
 def _lacks_scores(layer: CacheLayerMixin, state: CacheState) -> bool:
@@ -112,11 +129,33 @@ def _lacks_scores(layer: CacheLayerMixin, state: CacheState) -> bool:
     return not state.arguments and int(layer.get_seq_length()) != int(position)
 
 
+class _CountsOnHost:
+    """Says without reading a device whether a static layer got tokens since its last reset."""
+
+    holds_tokens = False
+
+    def update(self, *args, **kwargs) -> tuple[Tensor, Tensor]:
+        self.holds_tokens = True
+        return super().update(*args, **kwargs)
+
+    def reset(self) -> None:
+        super().reset()
+        self.holds_tokens = False
+
+
+class _StaticScores(_CountsOnHost, cache_utils.StaticLayer):
+    pass
+
+
+class _SlidingScores(_CountsOnHost, cache_utils.StaticSlidingWindowLayer):
+    pass
+
+
 def _layer_of_scores(layer: CacheLayerMixin) -> CacheLayerMixin:
     if isinstance(layer, cache_utils.StaticSlidingWindowLayer):
-        return cache_utils.StaticSlidingWindowLayer(layer.max_cache_len, layer.max_cache_len)
+        return _SlidingScores(layer.max_cache_len, layer.max_cache_len)
     if isinstance(layer, cache_utils.StaticLayer):
-        return cache_utils.StaticLayer(layer.max_cache_len)
+        return _StaticScores(layer.max_cache_len)
     if isinstance(layer, cache_utils.DynamicSlidingWindowLayer):
         return cache_utils.DynamicSlidingWindowLayer(layer.sliding_window)
     return cache_utils.DynamicLayer()

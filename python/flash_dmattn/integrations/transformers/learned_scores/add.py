@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import math
 from collections.abc import Iterator, Sequence
 from functools import partial
 
@@ -10,10 +11,11 @@ from transformers import PreTrainedModel
 from typing_extensions import Unpack
 
 from ...._core.checks import resolve_flag
+from ...._core.numerics import check_number
 from ....budgets import check_phase
 from ....keys.rule import RuleParts, takes_rule
 from ..._shared.config_rules import CONFIG_NAME, LearnedScores, make_rules
-from ..._shared.scorers import Scorer, check_scorer, make_scorer
+from ..._shared.scorers import FIRST_LOGIT, Scorer, check_scorer, make_scorer
 from ..compat import (
     allow_continuous_batching,
     device_of,
@@ -49,6 +51,7 @@ def add_learned_scores(
     scorer: str | Scorer = "hidden",
     dense_prefill: bool = False,
     late: bool = False,
+    first_logit: float = FIRST_LOGIT,
     attention: type[nn.Module] | tuple[type[nn.Module], ...] | None = None,
     **rule: Unpack[RuleParts],
 ) -> nn.Module:
@@ -93,7 +96,8 @@ def add_learned_scores(
         dense_prefill: whether the first tokens of a cache attend to all of each other and the rule begins with the
             tokens after them, as in eviction after the prompt. By default the prompt follows the rule, in O(N w) time.
         late: whether a key gets the score of the token after it, as in DMS. Needs recent_window of 2 or more without
-            recent_competes. Padding is on one side of a text.
+            recent_competes.
+        first_logit: the logit of every gate before training, of the scorers "hidden", "mlp" and "value".
         attention: the class of the model's attention layers, or several, for layers of a class that was not compared. They
             have to call transformers' attention interface once, with the keywords that they get. None: the classes in
             `family_table.ATTENTION`, and their subclasses.
@@ -108,6 +112,9 @@ def add_learned_scores(
     if not isinstance(model, nn.Module):
         raise TypeError(f"model: got {type(model).__name__}, expected a torch.nn.Module")
     check_scorer(scorer)
+    check_number(first_logit, "first_logit")
+    if not abs(first_logit) < math.inf:
+        raise ValueError(f"first_logit: got {first_logit}, expected a finite number")
     dense_prefill, late = resolve_flag(dense_prefill, "dense_prefill"), resolve_flag(late, "late")
     # Everything that can raise comes before the first change.
     layers = _layers_to_change(model, attention)
@@ -118,18 +125,19 @@ def add_learned_scores(
     for own, (_, heads, _) in zip(rules, sizes, strict=True):
         own.check_heads(heads)
     scorers = [
-        make_scorer(scorer, *size, device_of(layer)).train(layer.training)
+        make_scorer(scorer, *size, device_of(layer), first_logit).train(layer.training)
         for layer, size in zip(layers, sizes, strict=True)
     ]
     hooks = decoder_hooks(model, layers)
     kind = scorer if isinstance(scorer, str) else "custom"
-    stored = LearnedScores(rules, kind, numbers, dense_prefill, late).as_dict()
+    stored = LearnedScores(rules, kind, numbers, dense_prefill, late, first_logit).as_dict()
     own_config(model)
     for layer, layer_scorer, own, number in zip(layers, scorers, rules, numbers, strict=True):
         add_scorer(layer, layer_scorer, number, rule=own, dense_prefill=dense_prefill, late=late)
         setattr(layer.config, CONFIG_NAME, stored)
     for decoder, hook in hooks:
-        add_hook(decoder, hook)
+        add_hook(decoder, hook.begin_forward)
+        add_hook(decoder, hook.end_forward, after=True)
     for module in _pretrained_models(model):
         refuse_continuous_batching(module, STORED_NAMES)
         leave_untied(module, "scorer")
@@ -180,7 +188,7 @@ def remove_learned_scores(model: nn.Module) -> nn.Module:
         vars(module).pop(PIECES, None)
         restore_tied(module)
     for module in model.modules():
-        remove_hooks(module, DecoderHook)
+        remove_hooks(module, DecoderHook.begin_forward, DecoderHook.end_forward)
         vars(module).pop(_METHOD, None)  # of a wrapper (torch.compile, PEFT) or of what it wraps
     return model
 

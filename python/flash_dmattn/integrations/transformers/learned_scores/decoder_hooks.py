@@ -13,6 +13,8 @@ from torch import Tensor, nn
 from transformers import PreTrainedModel
 from transformers.configuration_utils import PretrainedConfig
 
+from ...._core.checks import may_read
+from ....keys.recognise import Memo
 from ..._shared.layer_call import intervals_of_documents, is_causal_mask
 from ..compat import bind_arguments, find_cache, implementation_of
 from ..families import is_attention, takes_mask_of_positions, takes_masks_by_type
@@ -21,8 +23,8 @@ from ..model_state import PIECES, SCORED_NAME
 
 
 class DecoderHook:
-    """Runs before each forward of a decoder. Its layers then record the scores of that forward for `budget_loss`, and the
-    decoder's arguments get the pieces of its sequences, or the mask if the arguments determine it.
+    """Runs before and after each forward of a decoder. Its layers then record the scores of that forward for `budget_loss` and
+    share a memo, and the decoder's arguments get the pieces of its sequences, or the mask if the arguments determine it.
 
     layers: those with scores.
     names: the decoder's arguments in order; (): transformers makes its masks.
@@ -32,11 +34,13 @@ class DecoderHook:
     def __init__(self, layers: list[nn.Module], names: tuple[str, ...], by_type: bool):
         self.layers, self.names, self.by_type = layers, names, by_type
 
-    def __call__(
+    def begin_forward(
         self, decoder: PreTrainedModel, args: tuple, options: dict
     ) -> tuple[tuple, dict] | None:
+        memo = Memo() if may_read() else None
         for layer in self.layers:
             layer.scoring.record.open()
+            layer.scoring.memo = memo
         if not self.names:
             return None
         config = decoder.config
@@ -59,6 +63,10 @@ class DecoderHook:
         if self.by_type:
             mask = _masks_of_types(config, arguments, mask)
         return (), arguments | {"attention_mask": mask}
+
+    def end_forward(self, *_) -> None:
+        for layer in self.layers:
+            layer.scoring.memo = None
 
 
 def _masks_of_types(config: PretrainedConfig, arguments: dict, mask: Tensor) -> dict[str, Tensor]:

@@ -21,7 +21,7 @@ from safetensors import safe_open
 from torch import Tensor, nn
 from transformers import AutoModelForCausalLM, PretrainedConfig
 
-from ..._shared.scorers import GateScorer
+from ..._shared.scorers import LayerScorer
 from .add import add_learned_scores, scored_layers
 from .layers import uses_scores
 from .training import ScoreSchedule
@@ -51,11 +51,7 @@ def add_dms_scores(
     window_size: the largest distance of a recent key. offset: the first logit of an open gate.
     """
     options = {"recent_window": window_size + 1, "score_threshold": _HALF_OPEN, **options}
-    add_learned_scores(model, keep_window_size, late=True, **options)
-    for layer in scored_layers(model):
-        if isinstance(layer.scorer, GateScorer):
-            layer.scorer.begin_at(offset)
-    return model
+    return add_learned_scores(model, keep_window_size, late=True, first_logit=offset, **options)
 
 
 def load_dms(
@@ -74,10 +70,16 @@ def load_dms(
         options: of `from_pretrained`, for a folder.
 
     Raises:
+        TypeError: options for a model.
         ValueError: a checkpoint of another form; the message names the part.
     """
     model = model_or_folder
-    if not isinstance(model, nn.Module):
+    if isinstance(model, nn.Module):
+        if options:
+            raise TypeError(
+                f"{next(iter(options))}: got it for a model, expected none of the options of from_pretrained"
+            )
+    else:
         options = {"trust_remote_code": False, **options}  # transformers' own class
         model = AutoModelForCausalLM.from_pretrained(model, **options)
     config, tensors = model.config, _adapter_tensors(Path(model.config.name_or_path))
@@ -98,17 +100,16 @@ def load_dms(
     numbers = range(config.num_hidden_layers if has_adapter else 0)
     states = [_state_of_adapter(model, tensors, number) for number in numbers]
     scorer = "hidden" if has_adapter else QueryChannel(config)
-    add_dms_scores(model, keep_window_size, config.dms_window_size, scorer=scorer)
-    for layer in scored_layers(model):
-        if has_adapter:
+    rule = config.dms_window_size, config.dms_initial_alpha_offset
+    add_dms_scores(model, keep_window_size, *rule, scorer=scorer)
+    if has_adapter:
+        for layer in scored_layers(model):
             layer.scorer.scores.proj.load_state_dict(states[layer.layer_idx])
-        else:
-            layer.scorer.function.attach(layer)
     return model
 
 
-class QueryChannel(nn.Module):
-    """Log gates [B, S, Hkv] from the last channel of the first query head of each group."""
+class QueryChannel(LayerScorer):
+    """Log gates [B, Hkv, S] from the last channel of the first query head of each group."""
 
     def __init__(self, config: PretrainedConfig):
         super().__init__()
@@ -120,6 +121,9 @@ class QueryChannel(nn.Module):
         module = getattr(layer, "q_norm", layer.q_proj)
         self.query_hook = module.register_forward_hook(self.take)
 
+    def detach(self) -> None:
+        self.query_hook.remove()
+
     def take(self, module: nn.Module, args: tuple, query: Tensor) -> Tensor | None:
         """Keeps the channel of a query [B, S, Hq, D] or [B, S, Hq * D] for `forward`, and returns the query without it."""
         (layer,) = self.layer
@@ -130,14 +134,13 @@ class QueryChannel(nn.Module):
         return self.clear_query(by_head).transpose(1, 2).reshape(query.shape)
 
     def clear_query(self, query: Tensor) -> Tensor:
-        """Returns a query [B, Hq, S, D] without the channel."""
         query = query.clone()
         query[:, :: self.group, :, -1] = 0
         return query
 
     def forward(self, hidden: Tensor, key: Tensor, value: Tensor) -> Tensor:
         channel, self.channel = self.channel, None
-        return F.logsigmoid((self.offset - self.scale * channel).float())
+        return F.logsigmoid((self.offset - self.scale * channel).float()).transpose(1, 2)
 
 
 def _adapter_tensors(folder: Path) -> dict[str, Tensor]:

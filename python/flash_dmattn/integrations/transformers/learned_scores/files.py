@@ -15,7 +15,6 @@ from transformers import PreTrainedModel
 from ..._shared.config_rules import CONFIG_NAME, LearnedScores
 from ..._shared.scorers import Scorer
 from ..compat import is_offloaded
-from ..families import number_in_name
 from .add import add_learned_scores, remove_learned_scores, scored_layers
 from .layers import has_scores
 
@@ -82,8 +81,9 @@ def load_scores(model: nn.Module, folder: str | Path, scorer: Scorer | None = No
     if is_new:
         kind = scorer if scores.scorer == "custom" else scores.scorer
         rule = scores.rule_arguments()
-        options = {"dense_prefill": scores.dense_prefill, "late": scores.late}
-        add_learned_scores(model, scorer=kind, **options, **rule)
+        options = ("dense_prefill", "late", "first_logit")
+        rule |= {name: getattr(scores, name) for name in options}
+        add_learned_scores(model, scorer=kind, **rule)
     try:
         layers = scored_layers(model)
         _check_form(LearnedScores.from_config(layers[0].config), scores, folder)
@@ -189,14 +189,25 @@ def _read_scores(folder: Path) -> tuple[dict, dict[str, Tensor]]:
             f"folder: got {folder}{kind} without {_RULE} and without {CONFIG_NAME} in a config.json, expected a folder of "
             "save_scores, or of save_pretrained of a model with learned scores"
         )
-    tensors = {}
+    settings, by_layer = _checked_settings(stored, config), {}
     for path in sorted(folder.glob("*.safetensors")):
         with safe_open(path, "pt") as file:
             for name in file.keys():
-                before, separator, after = name.partition(f".{_PART}.")
+                layer, separator, parameter = name.partition(f".{_PART}.")
                 if separator:
-                    tensors[f"{number_in_name(before)}.{after}"] = file.get_tensor(name)
-    return _checked_settings(stored, config), tensors
+                    by_layer.setdefault(layer, {})[parameter] = file.get_tensor(name)
+    # Names of layers may have several numbers, and have the order of the layers.
+    names = sorted(by_layer, key=lambda name: [int(n) for n in name.split(".") if n.isdigit()])
+    if names and len(names) != len(settings["layers"]):
+        raise ValueError(
+            f"folder: got {folder} with scorers of {len(names)} layers, expected {len(settings['layers'])}"
+        )
+    tensors = {
+        f"{number}.{parameter}": tensor
+        for number, name in zip(settings["layers"], names, strict=False)
+        for parameter, tensor in by_layer[name].items()
+    }
+    return settings, tensors
 
 
 def _read_json(path: Path) -> dict:

@@ -18,9 +18,11 @@ from torch import Tensor, nn
 from ...._core.numerics import Numerics
 from ....budgets import SoftScores
 from ....keys.intervals import KeyIntervals
+from ....keys.recognise import Memo, cached_result
 from ....keys.rule import SelectionRule
+from ....keys.visible import Visible
 from ....scores import bias_to_learn
-from ..._shared.layer_call import layer_arguments, shows_only_tokens
+from ..._shared.layer_call import layer_arguments, present_tokens, shows_only_tokens
 from ..cache import DynamicMaskCache
 from ..cache_layer import DynamicMaskLayer
 from ..compat import CACHE, bind_arguments, find_cache, implementation_of
@@ -28,8 +30,8 @@ from ..model_state import PIECES, SCORED_NAME, SCORES, add_hook, remove_hooks
 from ..scored_attention import (
     KeyScores,
     LayerOptions,
-    attend_to_chosen,
-    attend_to_visible,
+    attend,
+    shown_keys,
     visible_elements,
     visible_tokens,
 )
@@ -51,12 +53,21 @@ class Scoring:
     phase: str = "hard"
     temperature: float | None = None
     record: SoftScores = field(default_factory=SoftScores)  # of the phase "soft"
+    memo: Memo | None = None  # of the decoder's forward
 
 
-def late_scores(scores: Tensor) -> Tensor:
-    """Returns the scores of keys, each made by the next token, of the scores of tokens [..., S]. The last key, which is recent,
-    has 0."""
-    return F.pad(scores[..., 1:], (0, 1))
+def late_scores(scores: Tensor, present: Tensor | None = None) -> Tensor:
+    """Returns the scores of keys, each made by the next token, of the scores of tokens [B, H, S]. The last key, which is recent,
+    has 0.
+
+    present: bool [B, 1, S], False for padding, which makes no scores. None: all columns are tokens.
+    """
+    if present is None:
+        return F.pad(scores[..., 1:], (0, 1))
+    length = scores.shape[-1]
+    own = torch.where(present, torch.arange(length, device=scores.device), length)
+    later = F.pad(own[..., 1:], (0, 1), value=length).flip(-1).cummin(-1).values.flip(-1)
+    return F.pad(scores, (0, 1)).gather(-1, later.expand_as(scores))
 
 
 def has_scores(layer: nn.Module) -> bool:
@@ -71,6 +82,7 @@ def add_scorer(layer: nn.Module, scorer: nn.Module, number: int, **scoring) -> N
     base = {"base_layer_idx": layer.layer_idx, "base_attention": implementation_of(layer.config)}
     layer.scoring = Scoring(**scoring, **base)
     layer.scorer, layer.layer_idx = scorer, number
+    scorer.attach(layer)
     add_hook(layer, _begin_call)
     add_hook(layer, _end_call, after=True)
 
@@ -81,9 +93,7 @@ def uses_scores(layer: nn.Module) -> bool:
 
 
 def remove_scorer(layer: nn.Module) -> None:
-    hook = getattr(getattr(layer.scorer, "function", None), "query_hook", None)
-    if hook is not None:
-        hook.remove()
+    layer.scorer.detach()
     layer.layer_idx = layer.scoring.base_layer_idx
     del layer.scorer, layer.scoring
     remove_hooks(layer, _begin_call, _end_call)
@@ -93,6 +103,7 @@ def _begin_call(layer: nn.Module, args: tuple, keywords: dict) -> tuple[tuple, d
     pieces = keywords.pop(PIECES, None)
     arguments = bind_arguments(_argument_names(type(layer)), args, keywords)
     number, cache = _number_in_cache(layer, arguments), find_cache(arguments)
+    cache = getattr(cache, "self_attention_cache", cache)  # in an EncoderDecoderCache
     if not uses_scores(layer):
         forget_scores(cache, number)
         return None
@@ -141,7 +152,7 @@ class ScoreCall:
             pieces: context_parallel.PieceForward, if this rank has a piece of each sequence; None: it has whole sequences.
         """
         self.layer, self.number, self.hidden, self.pieces = layer, number, hidden, pieces
-        self.cache = getattr(cache, "self_attention_cache", cache)  # in an EncoderDecoderCache
+        self.cache = cache
         self.slots: DynamicMaskLayer | None = None  # of a DynamicMaskCache
         self.state: CacheState | None = None  # of transformers' own cache, before it gets the keys
         # The column of the first query in a static cache. None: the last query is the last key.
@@ -176,12 +187,10 @@ class ScoreCall:
                 f"sliding_window: got {sliding_window} in a layer with learned scores, expected None"
             )
         scores = self.scores_of(key, value)
-        scorer = getattr(layer.scorer, "function", None)
-        if hasattr(scorer, "clear_query"):  # it read some channels of the query as scores
-            query = scorer.clear_query(query)
+        query = layer.scorer.clear_query(query)
         mask, *states = layer_arguments(layer, query, key, value, mask, keywords, dropout)
         numerics = Numerics.from_arguments(scaling, None, softcap, "saturate", None)
-        options = LayerOptions(numerics, s_aux)
+        options = LayerOptions(numerics, s_aux, layer.scoring.memo)
         if self.pieces is not None:
             return self._attend_to_pieces(states, scores, options)
         if self.slots is not None:
@@ -230,37 +239,51 @@ class ScoreCall:
         options: LayerOptions,
     ) -> Tensor:
         layer, scoring = self.layer, self.layer.scoring
-        rule = scoring.rule
-        query, key, _ = states
-        queries, keys = query.shape[1], key.shape[1]
-        if scoring.phase == "soft":
-            if self.first_query is not None:
-                raise ValueError(
-                    f"{CACHE}: got a static one in the phase 'soft', expected a cache that grows, or the phase 'hard'"
-                )
-            gates = scoring.record.gates(scores, scoring.temperature)
-            bias = self._of_keys(scores - layer.scorer.first_score if gates is scores else gates)
-            key_scores = KeyScores(rule, scores, bias, rule.recent_window)
-            visible = visible_elements(mask, query, key)
-            return attend_to_visible(*states, visible, key_scores, options)
-        scores = self._of_keys(scores)
-        bias = bias_to_learn(scores)
-        delay = 0 if bias is None else rule.recent_window
-        key_scores = KeyScores(rule, scores, bias, delay, self.first_query)
-        is_static = self.first_query is not None
+        is_soft, is_static = scoring.phase == "soft", self.first_query is not None
+        if is_soft and is_static:
+            raise ValueError(
+                f"{CACHE}: got a static one in the phase 'soft', expected a cache that grows, or the phase 'hard'"
+            )
+        queries, keys = (t.shape[1] for t in states[:2])
         is_prompt = self.state is not None and (
-            self.state.is_empty if is_static else queries == keys
+            self.state.is_empty is not False if is_static else queries == keys
         )
-        if scoring.dense_prefill and is_prompt:
-            visible = visible_elements(mask, query, key)
-            return attend_to_visible(*states, visible, key_scores, options)
-        # Masks of a static cache are causality and padding, others raise; so are nearly all intervals over keys of a cache.
-        of_cache = self.cache is not None and queries < keys and isinstance(mask, KeyIntervals)
-        if mask is None or is_static or (of_cache and shows_only_tokens(mask)):
-            visible = visible_tokens(mask, self.first_query, is_checked=not is_static)
+        chooses = not is_soft and not (scoring.dense_prefill and is_prompt)
+        visible = self._visible(states, mask, options.memo, chooses)
+        if is_soft:
+            gates = scoring.record.gates(scores, scoring.temperature)
+            bias = scores - layer.scorer.first_score if gates is scores else gates
+            bias = self._of_keys(bias, shown_keys(visible))
         else:
-            visible = visible_elements(mask, query, key)
-        return attend_to_chosen(*states, visible, key_scores, options)
+            scores = self._of_keys(scores, shown_keys(visible))
+            bias = bias_to_learn(scores)
+        delay = 0 if bias is None else scoring.rule.recent_window
+        key_scores = KeyScores(scoring.rule, scores, bias, delay, self.first_query)
+        return attend(*states, visible, key_scores, options, chooses=chooses)
+
+    def _visible(
+        self,
+        states: States,
+        mask: Tensor | KeyIntervals | None,
+        memo: Memo | None,
+        chooses: bool,
+    ) -> Visible:
+        """Returns what a mask shows to queries that choose, or do not choose, keys. Layers of one forward share it."""
+        query, key, _ = states
+        is_static = self.first_query is not None
+
+        def find(_: Tensor | None) -> Visible:
+            # Masks of a static cache are causality and padding, others raise; so are nearly all intervals over keys of a cache.
+            of_cache = self.cache is not None and query.shape[1] < key.shape[1]
+            of_cache = of_cache and isinstance(mask, KeyIntervals)
+            if chooses and (is_static or (of_cache and shows_only_tokens(mask))):
+                return visible_tokens(mask, self.first_query, is_checked=not is_static)
+            return visible_elements(mask, query, key, memo)
+
+        if mask is None:
+            return Visible(is_causal=True)
+        of_mask = mask.intervals if isinstance(mask, KeyIntervals) else mask
+        return cached_result(memo, f"visible, {chooses}", of_mask, find)
 
     def _attend_to_slots(
         self,
@@ -271,22 +294,26 @@ class ScoreCall:
     ) -> Tensor:
         layer, scoring = self.layer, self.layer.scoring
         self._check_phase("a DynamicMaskCache")
-        scores = scores.float()
-        of_keys = self._of_keys(scores)
-        key_scores = KeyScores(scoring.rule, of_keys)
+        present = present_tokens(mask, states[0].shape[1], options.memo)
+        scores, first = scores.float(), None
+        if scoring.late:
+            first = scores[..., 0]
+            if present is not None:  # the first token of each row
+                column = present.byte().argmax(1).view(-1, 1, 1)
+                first = scores.take_along_dim(column, -1)[..., 0]
+        scores = self._of_keys(scores, None if present is None else present[:, None])
+        key_scores = KeyScores(scoring.rule, scores)
 
         def attend_to_prompt() -> Tensor:
             if scoring.dense_prefill:
-                visible = visible_elements(mask, *states[:2])
-                return attend_to_visible(*states, visible, key_scores, options)
-            return attend_to_chosen(
-                *states, visible_tokens(mask, is_checked=True), key_scores, options
-            )
+                visible = visible_elements(mask, *states[:2], options.memo)
+            else:
+                visible = visible_tokens(mask, is_checked=True)
+            return attend(*states, visible, key_scores, options, chooses=not scoring.dense_prefill)
 
         return self.slots.attend_call(
-            scoring.rule, layer.layer_idx, states, of_keys, mask, options.numerics, attend_to_prompt,
-            scores_are_bias=False, late_scores=scores[..., 0] if scoring.late else None,
-            sink_logits=options.sink_logits,
+            scoring.rule, layer.layer_idx, states, scores, present, options.numerics, attend_to_prompt,
+            scores_are_bias=False, late_scores=first, sink_logits=options.sink_logits,
         )  # fmt: skip
 
     def _attend_to_pieces(self, states: States, scores: Tensor, options: LayerOptions) -> Tensor:
@@ -321,5 +348,8 @@ class ScoreCall:
                 f"phase: got {phase!r} with {where}, expected 'hard': in another phase a query sees all earlier keys"
             )
 
-    def _of_keys(self, scores: Tensor) -> Tensor:
-        return late_scores(scores) if self.layer.scoring.late else scores
+    def _of_keys(self, scores: Tensor, present: Tensor | None) -> Tensor:
+        """Returns the scores of keys. present: bool [B, H, S], as of `shown_keys`."""
+        if not self.layer.scoring.late:
+            return scores
+        return late_scores(scores, None if present is None else present.any(1, keepdim=True))
