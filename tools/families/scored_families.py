@@ -6,7 +6,12 @@ import torch
 
 from eager_comparison import TOLERANCE, Verdict
 from family_facts import Facts, facts_of
-from flash_dmattn.integrations.transformers import add_learned_scores, remove_learned_scores
+from flash_dmattn.integrations.transformers import (
+    DynamicMaskCache,
+    add_learned_scores,
+    remove_learned_scores,
+)
+from flash_dmattn.integrations.transformers.compat import CACHE
 from flash_dmattn.integrations.transformers.learned_scores.add import scored_layers
 from scores_by_definition import by_definition
 from tiny_inputs import inputs_for
@@ -45,6 +50,7 @@ def compare_scores(model_class: ModelClass, attention: tuple[type, ...] | None =
             logits = _logits(model, inputs)
             with by_definition(model):
                 errors.append(_difference(logits, _logits(model, inputs)))
+        errors.append(_difference_with_slots(model, inputs, logits))
     except Exception as error:
         return Verdict("raises", _in_words(error))
     if not torch.equal(_logits(model.set_score_phase("off"), inputs), expected):
@@ -83,6 +89,15 @@ def _difference(actual: torch.Tensor, expected: torch.Tensor) -> float:
     """Returns the largest difference relative to the largest expected value. NaN counts as the largest difference."""
     error = ((actual - expected).abs().amax() / expected.abs().amax()).item()
     return error if error == error else float("inf")
+
+
+def _difference_with_slots(model: torch.nn.Module, inputs: dict, logits: torch.Tensor) -> float:
+    """Returns the difference of logits of a prompt that fills a `DynamicMaskCache`. 0: the config has none."""
+    try:
+        cache = {CACHE: DynamicMaskCache(model.config), "use_cache": True}
+    except ValueError:
+        return 0.0
+    return _difference(_logits(model, inputs | cache), logits)
 
 
 def _in_words(error: Exception) -> str:

@@ -177,6 +177,20 @@ def test_generate_compiles_a_static_cache():
     assert same > STEPS / 3, same
 
 
+def test_generate_compiles_prompts_of_a_scored_model():
+    """With prefill_chunk_size it compiles the prompt, whose static cache has memory before its first tokens."""
+    torch._dynamo.reset()
+    model = make_scored(head_dim=32, max_position_embeddings=512).cuda()
+    options = {"max_new_tokens": 12, "do_sample": False}
+    for ids in make_scored_ids(180).cuda().split(90, 1):
+        texts = [
+            model.generate(ids, attention_mask=torch.ones_like(ids), **options, **cache)
+            for cache in ({"cache_implementation": "static", "prefill_chunk_size": 32}, {})
+        ]
+        same = (texts[0] == texts[1])[:, 90:].int().cumprod(1).sum(1)
+        assert same.min() > 4, same
+
+
 @pytest.mark.parametrize("way", ["all layers", "one layer", "prefetch", "rows"])
 def test_offloading_between_turns_keeps_tokens(way):
     model, ids = ours_in_bfloat16(make_large()), make_ids(B, S + 20).cuda()

@@ -52,7 +52,7 @@ WRONG_OPTIONS = [
     ("^scorer: got 'norm', expected one of", {"scorer": "norm"}),
     (r"^scorer: got a function of \(hidden\), expected one of", {"scorer": lambda hidden: hidden}),
     (r"^scorer: got a function of .*expected one of \(hidden, key, value\)", {"scorer": torch.nn.Linear(4, 2)}),
-    ("^first_logit: got nan, expected a finite", {"first_logit": math.nan}),
+    ("^first_logit: got nan, expected a number within", {"first_logit": math.nan}),
     ("^keep_window_size: got 3 sizes, expected one, or 2: one for each key head", {"keep_window_size": [1, 2, 3]}),
     ("^keep_window_size: got lists for 1 layers, expected 2", {"keep_window_size": [[1, 1]], "recent_window": 1}),
     ("^attention: got 'LlamaAttention', expected a class", {"attention": "LlamaAttention"}),
@@ -105,6 +105,13 @@ def keys_without_scores(model):
     model.set_score_phase("off")(make_ids(B, 3), past_key_values=cache)
     model.set_score_phase("hard")
     return cache
+
+
+def shared_keys():
+    """A model with the config of one whose last layer attends to the keys of an earlier one, as in Gemma 3n and 4."""
+    model = make_scored()
+    model.config.num_kv_shared_layers = 1
+    return model
 
 
 def mask_of_texts(extra):
@@ -228,6 +235,7 @@ CALLS_OF_SCORES = [
     ("^config.model_type: got 'qwen2'", dms(model_type="qwen2")),
     ("^config.dms_disable_eviction: got True", dms(dms_disable_eviction=True)),
     ("^config.dms_window_size: got none", dms(dms_window_size=None)),
+    ("^config.num_kv_shared_layers: got 1", lambda: slots(shared_keys())),
     ("^late: got True with recent_window=1", dms(dms_window_size=0)),
     ("^dtype: got it for a model", lambda: load_dms(make_base("Qwen3"), dtype=torch.bfloat16)),
     ("with dms_separate_alpha=True and 0 tensors", dms(dms_separate_alpha=True)),
@@ -258,6 +266,8 @@ def remove(name):
 NO_SETTINGS = " without learned_scores.json"
 BAD_FOLDERS = [  # words, what happens to a saved folder, the name that is loaded
     ("/learned_scores.json without 'scorer', expected a file of save_scores", write('{"layers": [0]}'), ""),
+    ("/learned_scores.json without 'keep_window_size', expected a file",
+     write('{"layers": [0], "scorer": "hidden", "dense_prefill": false}'), ""),
     ("/learned_scores.json with .*line 1 column.*, expected JSON", write('{"layers": [0'), ""),
     ("/learned_scores.json with a list, expected an object", write("[]"), ""),
     (f"{NO_SETTINGS} and without learned_scores in.* of save_scores", remove("learned_scores.json"), ""),

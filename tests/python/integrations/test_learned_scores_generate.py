@@ -15,6 +15,7 @@ from flash_dmattn.integrations.transformers import (
     remove_learned_scores,
     save_scores,
 )
+from flash_dmattn.integrations.transformers.compat import CACHE
 from flash_dmattn.integrations.transformers.families import is_attention
 from flash_dmattn.integrations.transformers.learned_scores.add import scored_layers
 from scored_models import FAMILIES, RULES, make_base, make_ids, make_scored, spread_scores
@@ -112,7 +113,7 @@ def test_padding_between_turns_equals_texts_alone(phase, name, late):
     model = spread_scores(add_learned_scores(make_base(), **RULES["all"], late=late))
     model, ids = model.set_score_phase(phase), make_ids(PROMPT + NEW)
     mask = torch.ones_like(ids)
-    mask[0, 6:11] = mask[0, PROMPT + 2] = mask[1, 3:5] = 0
+    mask[0, 6:11] = mask[0, PROMPT + 2 : PROMPT + 4] = mask[1, 3:5] = mask[1, -1] = 0
     positions = (mask.cumsum(1) - 1).clamp(min=0)
     cache = None if name == "none" else CACHES[name](model)
     cuts, logits = [0, PROMPT, PROMPT + 2, PROMPT + 3, PROMPT + NEW], []
@@ -290,17 +291,18 @@ def tiny_scored_model(name, **sizes):
     "name, cut, atol, rtol",
     [
         ("HrmTextForCausalLM", [7, 1, 1, 4], 5e-5, 1e-4),
+        ("DoryForCausalLM", [7, 1, 1, 4], 5e-5, 1e-4),
         ("Zamba2ForCausalLM", [7, 6], 2e-4, 2e-4),
     ],
 )
 def test_layers_get_numbers_of_their_own_in_a_cache(name, cut, atol, rtol, kind):
-    """HRM runs a layer under several numbers. Zamba 2 numbers all its attention layers -1."""
+    """HRM and Dory run a layer under several numbers. Zamba 2 numbers all its attention layers -1."""
     model = tiny_scored_model(name)
     ids = make_ids(PROMPT)
     with torch.no_grad():
         expected = model(ids, use_cache=False).logits
         cache = kind(config=model.config)
-        parts = [model(part, past_key_values=cache).logits for part in ids.split(cut, 1)]
+        parts = [model(part, **{CACHE: cache}).logits for part in ids.split(cut, 1)]
     torch.testing.assert_close(torch.cat(parts, 1), expected, atol=atol, rtol=rtol)
 
 
@@ -321,6 +323,7 @@ def test_steps_of_layers_without_numbers_are_equal_in_both_caches():
     [
         ("Zamba2ForCausalLM", {}, [-1, -1]),
         ("LongcatFlashForCausalLM", {"num_layers": 2}, [0, 1, 2, 3]),
+        ("HrmTextForCausalLM", {}, [0, 1, 0, 1]),
     ],
 )
 @pytest.mark.parametrize("save", [save_scores, PreTrainedModel.save_pretrained])

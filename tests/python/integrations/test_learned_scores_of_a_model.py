@@ -319,11 +319,12 @@ def test_compiled_prompts_of_a_static_cache_equal_uncompiled_ones(dense):
     model = add_learned_scores(make_base(num_hidden_layers=1), **RULES["all"], dense_prefill=dense)
     spread_scores(model).requires_grad_(False)
     logits = []
-    for prompt in (model, torch.compile(model, fullgraph=True, backend="eager")):
+    for compiled in (False, True):
         cache, logits = StaticCache(config=model.config, max_cache_len=24), [*logits, []]
         cache.early_initialization(2, 2, 8, torch.float32, torch.device("cpu"))
-        for ids in make_ids(42).split(21, 1):
-            parts = ids.split([9, 9, 3], 1)
+        for ids, whole in zip(make_ids(42).split(21, 1), (False, True), strict=True):
+            prompt = torch.compile(model, fullgraph=whole, backend="eager") if compiled else model
+            parts = ids.split([15, 3, 3], 1)
             logits[-1] += [prompt(part, past_key_values=cache).logits for part in parts]
             cache.reset()
     torch.testing.assert_close(logits[1], logits[0])
@@ -334,10 +335,9 @@ def test_compiled_keys_without_scores_raise():
     torch._dynamo.reset()
     model, ids = make_scored(num_hidden_layers=1).requires_grad_(False), make_ids()
     cache = StaticCache(config=model.config, max_cache_len=24)
-    model.set_score_phase("off")(ids[:, :9], past_key_values=cache)
-    model.set_score_phase("hard")
-    with pytest.raises(Exception, match="got keys without scores in layer 0"):
-        torch.compile(model, fullgraph=True, backend="eager")(ids[:, 9:], past_key_values=cache)
+    make_base(num_hidden_layers=1)(ids[:, :9], past_key_values=cache)
+    with pytest.raises(ValueError, match="got keys without scores in layer 0"):
+        torch.compile(model, backend="eager")(ids[:, 9:], past_key_values=cache)
 
 
 @pytest.mark.parametrize("compiled", [False, True])

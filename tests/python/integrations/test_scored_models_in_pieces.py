@@ -5,6 +5,7 @@ import pytest
 import torch
 import torch.distributed as dist
 import transformers
+from transformers.models.llama.modeling_llama import LlamaAttention
 
 from doge_in_pieces import VOCABULARY, compare_generation, compare_step
 from flash_dmattn.integrations.transformers import (
@@ -14,7 +15,7 @@ from flash_dmattn.integrations.transformers import (
     remove_learned_scores,
 )
 from processes import run_in_processes
-from scored_models import RULES, make_base, make_scored
+from scored_models import RULES, make_base, make_scored, spread_scores
 from transformers_version import IS_TRANSFORMERS_4
 
 pytestmark = [
@@ -26,8 +27,15 @@ FAMILIES = ("Llama", "Qwen2", "Qwen3", "Mistral")
 MOVABLE = [rule for rule in RULES if "keep_window_size" in RULES[rule]]
 
 
-def make(family="Llama", rule="all", pieces=False, **options):
-    model = make_scored(family, rule, vocab_size=VOCABULARY, **options).train()
+def make(family="Llama", rule="all", pieces=False, own=False, **options):
+    if own:  # a class of layers that no table has
+        model = make_base(family, vocab_size=VOCABULARY, **options)
+        kind = type("OwnAttention", (torch.nn.Module,), {"forward": LlamaAttention.forward})
+        for layer in model.model.layers:
+            layer.self_attn.__class__ = kind
+        model = spread_scores(add_learned_scores(model, **RULES[rule], attention=kind)).train()
+    else:
+        model = make_scored(family, rule, vocab_size=VOCABULARY, **options).train()
     return enable_flash_dmattn(model, context_parallel=dist.group.WORLD) if pieces else model
 
 
@@ -47,11 +55,18 @@ def compare_all(rank):
     if not IS_TRANSFORMERS_4:  # as other tests of compiled models with scores
         compare_scored("packed", "Llama", "all", compiled=True)
     compare_scored("padded", "Llama", "all", scorer="value")
+    compare_scored("whole", "Llama", "all", own=True)
     compare_generation(rank, make().eval(), make(pieces=True).eval())
     refusals(rank)
 
 
 def refusals(rank):
+    model = make()
+    model.model.__class__ = type(
+        "OwnModel", (type(model.model),), {"forward": lambda *a, **k: None}
+    )
+    with pytest.raises(ValueError, match="got a OwnModel whose forward has no argument position"):
+        enable_flash_dmattn(model, context_parallel=dist.group.WORLD)
     model = make(pieces=True)
     tokens = torch.zeros(1, 8, dtype=torch.long)
     positions = {"position_ids": torch.arange(8 * rank, 8 * rank + 8)[None]}

@@ -12,6 +12,7 @@ from doge_generation import assert_same_generation, keep_recent_of_equal_scores,
 from flash_dmattn import scores
 from flash_dmattn._core import ops
 from flash_dmattn.integrations.transformers import scored_cache
+from operators_called import OperatorsCalled
 from scored_models import VOCABULARY, make_scored
 from transformers_version import IS_TRANSFORMERS_4
 
@@ -123,6 +124,23 @@ def test_static_cache_with_keys_without_scores_raises(reads_counter, monkeypatch
     model.set_score_phase("hard")
     with pytest.raises(ValueError, match="got keys without scores in layer 0"):
         model(ids[:, 29:], past_key_values=cache)
+    layers = len(cache.layers)
+    cache.reset()
+    logits = model(ids, past_key_values=cache).logits
+    torch.testing.assert_close(logits, model(ids).logits, atol=1e-4, rtol=1e-4)
+    assert len(cache.layers) == layers
+
+
+@since_transformers_5
+@torch.no_grad()
+def test_step_of_a_static_cache_reads_nothing(monkeypatch):
+    monkeypatch.setattr(scored_cache, "_lacks_scores", lambda layer, state: False)
+    model, ids = make_scored(rule="window"), torch.randint(2, VOCABULARY, (B, S))
+    cache = StaticCache(config=model.config, max_cache_len=80)
+    model(ids, past_key_values=cache)
+    with OperatorsCalled() as called:
+        model(ids[:, :1], past_key_values=cache)
+    assert called.all and not called.reads()
 
 
 def test_scores_have_a_gradient():

@@ -105,7 +105,9 @@ def rules_of(config: PretrainedConfig) -> list[SelectionRule]:
             f"config.sliding_window: got {config.sliding_window}, expected None: a key that leaves the window makes place for "
             "others, which would have been evicted; such a model takes a cache of all keys (transformers' DynamicCache)"
         )
-    layers = getattr(config, "per_layer_config", None) or [config] * config.num_hidden_layers
+    layers = [config]
+    if hasattr(config, "num_hidden_layers"):
+        layers = getattr(config, "per_layer_config", None) or layers * config.num_hidden_layers
     return [_rule_of(layer, type(config).__name__) for layer in layers]
 
 

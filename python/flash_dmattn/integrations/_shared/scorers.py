@@ -4,10 +4,10 @@ from __future__ import annotations
 
 import copy
 import inspect
+import math
 from collections.abc import Callable
 
 import torch
-import torch.nn.functional as F
 from torch import Tensor, nn
 
 from ...scores import ScoreProjection, make_scores, project_scores, scores_of_heads
@@ -86,8 +86,8 @@ class _MlpGates(nn.Module):
 class LayerScorer(nn.Module):
     """The scorer of one layer: its forward takes (hidden, key, value), and returns float32 [B, heads, S].
 
-    is_gate: whether scores are log gates, 0 or less. first_score: of every key before training; the phase "soft" adds scores
-    relative to it.
+    is_gate: whether scores are log gates, 0 or less. first_score: what the phase "soft" subtracts from them; the score of every
+    key before training, if there is one.
     """
 
     is_gate = True
@@ -115,9 +115,7 @@ class GateScorer(LayerScorer):
     def __init__(self, source: str, scores: nn.Module, first_logit: float):
         super().__init__()
         self.source, self.scores = source, scores
-        self.first_score = F.logsigmoid(
-            torch.tensor(float(first_logit), dtype=torch.float64)
-        ).item()
+        self.first_score = min(first_logit, 0.0) - math.log1p(math.exp(-abs(first_logit)))
         last = [module for module in scores.modules() if isinstance(module, nn.Linear)][-1]
         nn.init.zeros_(last.weight)
         nn.init.constant_(last.bias, first_logit)

@@ -83,10 +83,12 @@ class TokenOrder(NamedTuple):
     def restore_intervals(self, chosen: KeyIntervals) -> KeyIntervals:
         """Returns intervals of aligned queries and keys as intervals of columns."""
         first, last = chosen.intervals.long().unbind(-1)
+        first = torch.maximum(first, self.hidden[..., None])  # earlier queries are padding
+        shown = first < last
         shape, end = first.shape, chosen.query_length - 1
         first = self.queries.gather(1, first.clamp(0, end).flatten(1)).view(shape)
         last = self.queries.gather(1, (last - 1).clamp(0, end).flatten(1)).view(shape) + 1
-        columns = torch.stack([first, last], dim=-1) * chosen.shown_keys()[..., None]
+        columns = torch.stack([first, last], dim=-1) * shown[..., None]
         return KeyIntervals(
             self.restore(columns.int(), 2), chosen.query_length, chosen.bound, chosen.consecutive
         )

@@ -49,9 +49,10 @@ def attention_forward(
     """
     if flash_dmattn_scores is not None:
         out = flash_dmattn_scores.attend(query, key, value, attention_mask, dropout, **kwargs)
-        return out.contiguous(), None  # some layers call view() on it
-    check_probabilities(dropout, kwargs)
-    return _attend_by_mask(module, query, key, value, attention_mask, **kwargs), None
+    else:
+        check_probabilities(dropout, kwargs)
+        out = _attend_by_mask(module, query, key, value, attention_mask, **kwargs)
+    return out.contiguous(), None  # some layers call view() on it
 
 
 def _attend_by_mask(

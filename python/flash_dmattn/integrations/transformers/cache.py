@@ -44,7 +44,7 @@ class DynamicMaskCache(Cache):
                 decoding. The default is 128 with `static`; otherwise places are added as needed.
 
         Raises:
-            ValueError: evicted keys could return under the rule, or no window limits the number of keys.
+            ValueError: evicted keys could return under the rule, no window limits the number of keys, or layers share keys.
         """
         if not isinstance(config, PretrainedConfig):
             raise TypeError(
@@ -52,6 +52,11 @@ class DynamicMaskCache(Cache):
             )
         config = config.get_text_config(decoder=True)
         scores = LearnedScores.from_config(config)
+        if shared := getattr(config, "num_kv_shared_layers", 0):
+            raise ValueError(
+                f"config.num_kv_shared_layers: got {shared}, expected 0: these layers attend to all keys of layers with scores, which "
+                "slots do not hold; such a model takes transformers' DynamicCache"
+            )
         static = resolve_flag(static, "static")
         if chunk is None:
             chunk = RECORDED_TOKENS if static else 0

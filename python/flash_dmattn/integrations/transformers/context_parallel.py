@@ -105,6 +105,11 @@ class ModelOfPieces:
                 "context_parallel: got attention layers without their decoder, which gives them positions; expected it, too"
             )
         for decoder in decoders:
+            if "position_ids" not in inspect.signature(type(decoder).forward).parameters:
+                raise ValueError(
+                    f"context_parallel: got a {type(decoder).__name__} whose forward has no argument position_ids, expected the "
+                    "arguments of transformers' decoders"
+                )
             plain = {
                 type(layer).__name__
                 for layer in decoder.modules()

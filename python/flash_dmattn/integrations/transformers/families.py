@@ -46,7 +46,9 @@ REASONS_AGAINST_SCORES = {
     "diffusion_gemma": "see later tokens of a block",
     "doge": "have scores of their own; call enable_flash_dmattn",
     "glm5_next": "choose keys by an indexer",
+    "inkling": "add a bias of their own",
     "jetmoe": "repeat keys before the attention function gets them",
+    "minimax": "count the layers of their cache, which scores would be among",
 }
 # Types (without "_text") whose causal layers pass is_causal=False with every mask, as their masks include causality.
 FLAG_WITH_EVERY_MASK = ("moonshine", "moonshine_streaming", *FLAG_WITH_EVERY_MASK_IN_4)

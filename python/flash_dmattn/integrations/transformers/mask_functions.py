@@ -70,9 +70,8 @@ def key_interval_mask(
         )
     if attention_mask is not None and may_read() and isinstance(kv_offset, int):
         positions = attention_mask.shape[-1]
-        if (
-            positions < kv_offset
-        ):  # if only new tokens are missing, they are padding, as in transformers
+        # If only new tokens are missing, they are padding, as in transformers.
+        if positions < kv_offset:
             raise ValueError(
                 f"attention_mask: got {positions} positions, expected {kv_offset + kv_length}, one for each token: missing ones "
                 "would be padding"

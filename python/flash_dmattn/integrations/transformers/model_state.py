@@ -24,21 +24,17 @@ def add_hook(module: nn.Module, hook: Callable, after: bool = False) -> None:
     """Runs a hook, which takes keywords, before each forward of a module, or after it, with the output None if it raised. A
     second hook of the same name is not added."""
     handles = vars(module).setdefault(_HANDLES, {})
-    if _name(hook) not in handles:
+    if hook.__name__ not in handles:
         register, options = module.register_forward_pre_hook, {}
         if after:
             register, options = module.register_forward_hook, {"always_call": True}
-        handles[_name(hook)] = register(hook, with_kwargs=True, **options)
+        handles[hook.__name__] = register(hook, with_kwargs=True, **options)
 
 
 def remove_hooks(module: nn.Module, *hooks: Callable) -> None:
-    """Removes hooks: functions, or the classes of callables."""
+    """Removes hooks, which are told by their names."""
     handles = vars(module).get(_HANDLES, {})
-    for name in handles.keys() & set(map(_name, hooks)):
+    for name in handles.keys() & {hook.__name__ for hook in hooks}:
         handles.pop(name).remove()
     if not handles:
         vars(module).pop(_HANDLES, None)
-
-
-def _name(hook: Callable) -> str:
-    return getattr(hook, "__name__", type(hook).__name__)

@@ -8,7 +8,6 @@ from __future__ import annotations
 
 from typing import NamedTuple
 
-import torch
 from torch import Tensor
 from transformers import cache_utils
 from transformers.cache_utils import Cache, CacheLayerMixin
@@ -17,8 +16,14 @@ from transformers.configuration_utils import PretrainedConfig
 from ..._core.checks import may_read
 from .compat import CACHE
 
-# The attribute of a cache: {number of a layer: index of its scores in cache.layers, or None for keys that came without scores}.
-_INDICES = "flash_dmattn_score_layers"
+_STORED = "flash_dmattn_scores"  # the attribute of a cache: {number of a layer: StoredScores}
+
+
+class StoredScores(NamedTuple):
+    """index: of the layer of scores in cache.layers. is_complete: whether it has a score for each key."""
+
+    index: int
+    is_complete: bool = True
 
 
 def check_cache(cache: object) -> None:
@@ -34,14 +39,13 @@ def check_cache(cache: object) -> None:
 class CacheState(NamedTuple):
     """The state of a layer's cache before it gets new keys.
 
-    is_empty: whether the layer holds no key. None: unknown, as compiled code cannot read the length of a static cache that has
-        memory, but no scores yet; `store_scores` takes it for empty.
+    is_empty: whether the layer holds no key.
     position: the position of the first new token in a static cache, an integer before the first tokens and later a tensor.
         None: new tokens are the cache's last keys.
     arguments: further arguments of the update (transformers 4, and 5 until 5.3).
     """
 
-    is_empty: bool | None
+    is_empty: bool
     position: Tensor | int | None = None
     arguments: tuple = ()
 
@@ -60,13 +64,12 @@ class CacheState(NamedTuple):
             else:
                 position = layer.get_seq_length()  # a tensor, which the update changes
                 position = position.clone() if isinstance(position, Tensor) else position
+        scores = _complete_scores(cache, index)
         if not layer.is_initialized:
             is_empty = True
-        elif isinstance(position, Tensor) and torch.compiler.is_compiling():
-            # Reading the length would break the graph.
-            scores = _scores_of_layer(cache, index)
-            is_empty = None if scores is None else not scores.holds_tokens
-        else:
+        elif isinstance(position, Tensor) and scores is not None:
+            is_empty = not scores.holds_tokens
+        else:  # reading breaks a compiled graph, once, before a static cache has scores
             is_empty = int(layer.get_seq_length()) == 0
         return cls(is_empty, position, arguments)
 
@@ -85,40 +88,40 @@ def store_scores(
 
     Returns the scores of all keys, [B, Hkv, Sk], or None if some keys came without scores.
     """
-    indices = vars(cache).setdefault(_INDICES, {})
-    layer = _scores_of_layer(cache, index)
-    if layer is None:
-        is_unknown = state.is_empty is None and index not in indices
-        has_only_new = state.position is None and keys.shape[2] == scores.shape[2]
-        if not (state.is_empty or is_unknown or has_only_new):
+    stored = vars(cache).setdefault(_STORED, {})
+    if _complete_scores(cache, index) is None:
+        if not (state.is_empty or (state.position is None and keys.shape[2] == scores.shape[2])):
             return None
-        if cache.layer_class_to_replicate is not None:  # layers are made when they are used
-            while len(cache.layers) < config.num_hidden_layers:
-                cache.layers.append(cache.layer_class_to_replicate())
-        indices[index] = len(cache.layers)
-        layer = _layer_of_scores(cache.layers[index])
-        cache.layers.append(layer)
+        if index not in stored:
+            if cache.layer_class_to_replicate is not None:  # layers are made when they are used
+                while len(cache.layers) < config.num_hidden_layers:
+                    cache.layers.append(cache.layer_class_to_replicate())
+            stored[index] = StoredScores(len(cache.layers))
+            cache.layers.append(_layer_of_scores(cache.layers[index]))
+        stored[index] = stored[index]._replace(is_complete=True)
+    layer = cache.layers[stored[index].index]
     if not _lacks_scores(layer, state):
         states = scores[..., None]
-        stored, _ = layer.update(states, states, *state.arguments)
-        if stored.shape[2] == keys.shape[2]:
-            return stored[..., 0]
+        of_keys, _ = layer.update(states, states, *state.arguments)
+        if of_keys.shape[2] == keys.shape[2]:
+            return of_keys[..., 0]
     forget_scores(cache, index)
     return None
 
 
 def forget_scores(cache: object, index: int) -> None:
-    """Drops the scores of a layer that gets keys without scores. Does nothing for what is no cache."""
-    if isinstance(cache, Cache):
-        layer = _scores_of_layer(cache, index)
-        if layer is not None:
-            layer.reset()
-        vars(cache).setdefault(_INDICES, {})[index] = None
+    """Drops the scores of a layer that gets keys without scores. Does nothing for what is no cache with scores."""
+    layer = _complete_scores(cache, index)
+    if layer is not None:
+        layer.reset()
+        stored = getattr(cache, _STORED)
+        stored[index] = stored[index]._replace(is_complete=False)
 
 
-def _scores_of_layer(cache: Cache, index: int) -> CacheLayerMixin | None:
-    own = vars(cache).get(_INDICES, {}).get(index)
-    return None if own is None else cache.layers[own]
+def _complete_scores(cache: object, index: int) -> CacheLayerMixin | None:
+    """Returns the scores of a layer, or None if it has none, or keys without them."""
+    stored = getattr(cache, _STORED, {}).get(index)
+    return cache.layers[stored.index] if stored is not None and stored.is_complete else None
 
 
 def _lacks_scores(layer: CacheLayerMixin, state: CacheState) -> bool:
@@ -141,6 +144,10 @@ class _CountsOnHost:
     def reset(self) -> None:
         super().reset()
         self.holds_tokens = False
+
+    def crop(self, tokens_to_remove: int) -> None:
+        super().crop(tokens_to_remove)
+        self.holds_tokens = int(self.get_seq_length()) > 0
 
 
 class _StaticScores(_CountsOnHost, cache_utils.StaticLayer):

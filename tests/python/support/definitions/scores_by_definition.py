@@ -56,7 +56,8 @@ def _attend(
         bias, seen = _bias_and_keys(module, scores, attention_mask)
         visible = visible & seen
     options = {"softcap": softcap or 0.0, "scale": scaling, "sinks": s_aux}
-    return dense_in_double(*states, bias, visible, **options)[0].to(query.dtype), None
+    out = dense_in_double(*states, bias, visible, **options)[0].to(query.dtype)
+    return out.contiguous(), None  # some layers call view() on it
 
 
 def _bias_and_keys(layer, scores, mask):

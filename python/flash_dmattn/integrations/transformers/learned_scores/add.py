@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import math
 from collections.abc import Iterator, Sequence
 from functools import partial
 
@@ -11,7 +10,7 @@ from transformers import PreTrainedModel
 from typing_extensions import Unpack
 
 from ...._core.checks import resolve_flag
-from ...._core.numerics import check_number
+from ...._core.numerics import FLOAT32_MAX, check_number
 from ....budgets import check_phase
 from ....keys.rule import RuleParts, takes_rule
 from ..._shared.config_rules import CONFIG_NAME, LearnedScores, make_rules
@@ -113,8 +112,11 @@ def add_learned_scores(
         raise TypeError(f"model: got {type(model).__name__}, expected a torch.nn.Module")
     check_scorer(scorer)
     check_number(first_logit, "first_logit")
-    if not abs(first_logit) < math.inf:
-        raise ValueError(f"first_logit: got {first_logit}, expected a finite number")
+    first_logit = float(first_logit)
+    if not abs(first_logit) <= FLOAT32_MAX:
+        raise ValueError(
+            f"first_logit: got {first_logit}, expected a number within the range of float32"
+        )
     dense_prefill, late = resolve_flag(dense_prefill, "dense_prefill"), resolve_flag(late, "late")
     # Everything that can raise comes before the first change.
     layers = _layers_to_change(model, attention)
@@ -157,7 +159,7 @@ def set_score_phase(model: nn.Module, phase: str, temperature: float | None = No
     """
     check_phase(phase, PHASES, temperature)
     layers = scored_layers(model)
-    if phase == "soft" and not all(getattr(layer.scorer, "is_gate", True) for layer in layers):
+    if phase == "soft" and not all(layer.scorer.is_gate for layer in layers):
         raise ValueError(
             "phase: got 'soft' with scores that are not log gates, expected 'hard' or 'off'; gates are the scorers 'hidden', "
             "'mlp', 'value' and your own"

@@ -136,7 +136,7 @@ def _all_keys_visible(model: nn.Module, layers: list[nn.Module], length: int) ->
     rules = [layer.scoring.rule for layer in layers]
     for layer, rule in zip(layers, rules, strict=True):
         layer.scoring.rule = rule._replace(keep_window_size=length, score_threshold=None)
-    are_gates = all(getattr(layer.scorer, "is_gate", True) for layer in layers)
+    are_gates = all(layer.scorer.is_gate for layer in layers)
     set_score_phase(model, "soft" if are_gates else "hard")
     try:
         yield

@@ -27,12 +27,16 @@ class DecoderHook:
     share a memo, and the decoder's arguments get the pieces of its sequences, or the mask if the arguments determine it.
 
     layers: those with scores.
-    names: the decoder's arguments in order; (): transformers makes its masks.
+    names: the decoder's arguments in order.
+    takes_mask: whether the decoder takes a mask of this package. If not, transformers makes its masks.
     by_type: whether some layers have a sliding window and no scores, and the decoder takes a mask for each type of layers.
     """
 
-    def __init__(self, layers: list[nn.Module], names: tuple[str, ...], by_type: bool):
-        self.layers, self.names, self.by_type = layers, names, by_type
+    def __init__(
+        self, layers: list[nn.Module], names: tuple[str, ...], takes_mask: bool, by_type: bool
+    ):
+        self.layers, self.names = layers, names
+        self.takes_mask, self.by_type = takes_mask, by_type
 
     def begin_forward(
         self, decoder: PreTrainedModel, args: tuple, options: dict
@@ -41,13 +45,13 @@ class DecoderHook:
         for layer in self.layers:
             layer.scoring.record.open()
             layer.scoring.memo = memo
-        if not self.names:
-            return None
         config = decoder.config
         arguments = bind_arguments(self.names, args, options)
         pieces = getattr(decoder, PIECES, None)
         if pieces is not None:
             return (), arguments | pieces.changed_arguments(arguments, config, SCORED_NAME)
+        if not self.takes_mask:
+            return None
         if implementation_of(config) != SCORED_NAME or find_cache(arguments) is not None:
             return None
         if not self.by_type and not is_causal_config(config):
@@ -104,5 +108,5 @@ def decoder_hooks(
             and (not has_plain or takes_masks_by_type(decoder.config))
         )
         own = [module for module in modules if module in scored]
-        hooks.append((decoder, DecoderHook(own, names if takes_mask else (), has_plain)))
+        hooks.append((decoder, DecoderHook(own, names, takes_mask, has_plain)))
     return hooks

@@ -41,17 +41,17 @@ _ADAPTER = "self_attn.dms_proj_alpha"
 
 
 def add_dms_scores(
-    model: nn.Module, keep_window_size=None, window_size: int = 512, offset: float = 5.0, **options
+    model: nn.Module, keep_window_size=None, window_size: int = 512, **options
 ) -> nn.Module:
-    """Adds scores with the gates of DMS (`add_learned_scores`), for a training by `DMS_SCHEDULE`.
+    """Adds scores with the gates of DMS (`add_learned_scores`), which begin at the logit 5, for a training by `DMS_SCHEDULE`.
 
     NVIDIA's scale of 100 is part of the scorer's weight: a learning rate of Adam has to be 100 times theirs.
 
     keep_window_size: of `add_learned_scores`, the most old keys of a head. None: no limit, and no `DynamicMaskCache`.
-    window_size: the largest distance of a recent key. offset: the first logit of an open gate.
+    window_size: the largest distance of a recent key. options: of `add_learned_scores`.
     """
-    options = {"recent_window": window_size + 1, "score_threshold": _HALF_OPEN, **options}
-    return add_learned_scores(model, keep_window_size, late=True, first_logit=offset, **options)
+    of_dms = {"recent_window": window_size + 1, "score_threshold": _HALF_OPEN, "first_logit": 5.0}
+    return add_learned_scores(model, keep_window_size, late=True, **of_dms | options)
 
 
 def load_dms(
@@ -100,8 +100,8 @@ def load_dms(
     numbers = range(config.num_hidden_layers if has_adapter else 0)
     states = [_state_of_adapter(model, tensors, number) for number in numbers]
     scorer = "hidden" if has_adapter else QueryChannel(config)
-    rule = config.dms_window_size, config.dms_initial_alpha_offset
-    add_dms_scores(model, keep_window_size, *rule, scorer=scorer)
+    options = {"scorer": scorer, "first_logit": config.dms_initial_alpha_offset}
+    add_dms_scores(model, keep_window_size, config.dms_window_size, **options)
     if has_adapter:
         for layer in scored_layers(model):
             layer.scorer.scores.proj.load_state_dict(states[layer.layer_idx])

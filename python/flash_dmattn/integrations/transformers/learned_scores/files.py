@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import json
 import uuid
+from collections.abc import Sequence
 from os import PathLike
 from pathlib import Path
 
@@ -37,10 +38,10 @@ def save_scores(model: nn.Module, folder: str | Path) -> None:
     layers = scored_layers(model)
     _check_scorers_have_values(layers)
     tensors = {}
-    for layer in layers:
+    for key, layer in zip(_keys([layer.layer_idx for layer in layers]), layers, strict=True):
         for name, tensor in _scorer_in_use(layer).state_dict().items():
             whole = tensor.full_tensor() if hasattr(tensor, "full_tensor") else tensor  # if sharded
-            tensors[f"{layer.layer_idx}.{name}"] = whole.detach().contiguous()
+            tensors[f"{key}.{name}"] = whole.detach().contiguous()
     bases = (m.config.name_or_path for m in model.modules() if isinstance(m, PreTrainedModel))
     stored = {**getattr(layers[0].config, CONFIG_NAME), "base_model": next(bases, "")}
     folder.mkdir(parents=True, exist_ok=True)
@@ -69,7 +70,7 @@ def load_scores(model: nn.Module, folder: str | Path, scorer: Scorer | None = No
     another one or the model has other layers or sizes. The model then stays unchanged.
     """
     folder = _checked_folder(folder)
-    stored, tensors = _read_scores(folder)
+    stored, tensors, has_names = _read_scores(folder)
     scores = LearnedScores.from_dict(stored)
     if scores.scorer == "custom" and scorer is None:
         raise ValueError(
@@ -87,7 +88,12 @@ def load_scores(model: nn.Module, folder: str | Path, scorer: Scorer | None = No
     try:
         layers = scored_layers(model)
         _check_form(LearnedScores.from_config(layers[0].config), scores, folder)
-        states = _states_of_layers(layers, scores.layers, tensors, folder)
+        keys = _keys(scores.layers)
+        if has_names:
+            names = {module: name for name, module in model.named_modules()}
+            keys = [names[layer] for layer in layers]
+            tensors = _named_as_in(keys, tensors, folder)
+        states = _states_of_layers(layers, scores.layers, keys, tensors, folder)
     except ValueError:
         if is_new:
             remove_learned_scores(model)
@@ -100,6 +106,25 @@ def load_scores(model: nn.Module, folder: str | Path, scorer: Scorer | None = No
     return model
 
 
+def _keys(numbers: Sequence[int]) -> list[str]:
+    """Returns the key of each layer in a file: its number, or for a later layer of the same number also its place among them."""
+    places = [numbers[:i].count(number) for i, number in enumerate(numbers)]
+    return [f"{n}-{place}" if place else str(n) for n, place in zip(numbers, places, strict=True)]
+
+
+def _named_as_in(names: list[str], tensors: dict[str, dict], folder: Path) -> dict[str, dict]:
+    """Returns tensors by the names of a model's layers, which another class or version may have given another beginning."""
+    own, stored = (
+        sorted(each, key=lambda name: ([int(n) for n in name.split(".") if n.isdigit()], name))
+        for each in (names, tensors)
+    )
+    if stored and len(stored) != len(own):
+        raise ValueError(
+            f"folder: got {folder} with scorers of {len(stored)} layers, expected {len(own)}"
+        )
+    return {name: tensors[other] for name, other in zip(own, stored, strict=False)}
+
+
 def _checked_folder(folder: object) -> Path:
     if not isinstance(folder, (str, PathLike)):
         raise TypeError(f"folder: got {type(folder).__name__}, expected a path")
@@ -108,7 +133,7 @@ def _checked_folder(folder: object) -> Path:
 
 def _check_form(own: LearnedScores, stored: LearnedScores, folder: Path) -> None:
     """Raises ValueError for scores that other inputs or other tokens make; their parameters may have the same shapes."""
-    for part in ("scorer", "late"):
+    for part in ("scorer", "late", "first_logit"):
         if getattr(own, part) != getattr(stored, part):
             raise ValueError(
                 f"model: got one with {part} {getattr(own, part)!r}, expected {getattr(stored, part)!r}, that of {folder}"
@@ -116,9 +141,9 @@ def _check_form(own: LearnedScores, stored: LearnedScores, folder: Path) -> None
 
 
 def _states_of_layers(
-    layers: list[nn.Module], stored: tuple[int, ...], tensors: dict[str, Tensor], folder: Path
-) -> list[tuple[nn.Module, dict[str, Tensor]]]:
-    """Returns (scorer, state) of each layer.
+    layers: list[nn.Module], stored: tuple[int, ...], keys: list[str], tensors: dict[str, dict], folder: Path
+) -> list[tuple[nn.Module, dict[str, Tensor]]]:  # fmt: skip
+    """Returns (scorer, state) of each layer. keys: of the layers in `tensors`.
 
     Raises ValueError if the layers or their parameters' shapes differ, or if scorers are offloaded.
     """
@@ -129,13 +154,8 @@ def _states_of_layers(
             f"model: got one with scores in layers {layer_indices}, expected {stored}, those in {folder}"
         )
     states = []
-    for layer_idx, layer in zip(layer_indices, layers, strict=True):
-        module, prefix = _scorer_in_use(layer), f"{layer_idx}."
-        state = {
-            name.removeprefix(prefix): tensor
-            for name, tensor in tensors.items()
-            if name.startswith(prefix)
-        }
+    for key, layer in zip(keys, layers, strict=True):
+        module, state = _scorer_in_use(layer), tensors.get(key, {})
         own_shapes, stored_shapes = (
             {name: tuple(tensor.shape) for name, tensor in s.items()}
             for s in (module.state_dict(), state)
@@ -143,7 +163,7 @@ def _states_of_layers(
         for name in sorted(own_shapes.keys() | stored_shapes.keys()):
             if own_shapes.get(name) != stored_shapes.get(name):
                 raise ValueError(
-                    f"folder: got {folder} with {name} of layer {layer_idx} of shape {stored_shapes.get(name)}, expected "
+                    f"folder: got {folder} with {name} of layer {key} of shape {stored_shapes.get(name)}, expected "
                     f"{own_shapes.get(name)}"
                 )
         states.append((module, state))
@@ -171,17 +191,17 @@ def _scorer_in_use(layer: nn.Module) -> nn.Module:
     return copies[layer.scorer.active_adapters[0]]
 
 
-def _read_scores(folder: Path) -> tuple[dict, dict[str, Tensor]]:
-    """Returns the settings, and the scorers' parameters by "layer.name"."""
+def _read_scores(folder: Path) -> tuple[dict, dict[str, dict[str, Tensor]], bool]:
+    """Returns the settings, the parameters of each layer's scorer, and whether the layers have their names in a model, or else
+    `_keys`."""
     config = folder / "config.json"
     if (folder / _RULE).exists():
         if not (folder / _TENSORS).exists():
             raise FileNotFoundError(
                 f"folder: got {folder} with {_RULE} but without {_TENSORS}, expected both files of save_scores"
             )
-        with safe_open(folder / _TENSORS, "pt") as file:
-            tensors = {name: file.get_tensor(name) for name in file.keys()}
-        return _checked_settings(_read_json(folder / _RULE), folder / _RULE), tensors
+        tensors = _tensors_by_layer(folder / _TENSORS, ".")
+        return _checked_settings(_read_json(folder / _RULE), folder / _RULE), tensors, False
     stored = _settings_of_config(_read_json(config)) if config.exists() else None
     if stored is None:
         kind = "" if folder.is_dir() else ", which is not a folder,"
@@ -189,25 +209,21 @@ def _read_scores(folder: Path) -> tuple[dict, dict[str, Tensor]]:
             f"folder: got {folder}{kind} without {_RULE} and without {CONFIG_NAME} in a config.json, expected a folder of "
             "save_scores, or of save_pretrained of a model with learned scores"
         )
-    settings, by_layer = _checked_settings(stored, config), {}
+    tensors = {}
     for path in sorted(folder.glob("*.safetensors")):
-        with safe_open(path, "pt") as file:
-            for name in file.keys():
-                layer, separator, parameter = name.partition(f".{_PART}.")
-                if separator:
-                    by_layer.setdefault(layer, {})[parameter] = file.get_tensor(name)
-    # Names of layers may have several numbers, and have the order of the layers.
-    names = sorted(by_layer, key=lambda name: [int(n) for n in name.split(".") if n.isdigit()])
-    if names and len(names) != len(settings["layers"]):
-        raise ValueError(
-            f"folder: got {folder} with scorers of {len(names)} layers, expected {len(settings['layers'])}"
-        )
-    tensors = {
-        f"{number}.{parameter}": tensor
-        for number, name in zip(settings["layers"], names, strict=False)
-        for parameter, tensor in by_layer[name].items()
-    }
-    return settings, tensors
+        tensors |= _tensors_by_layer(path, f".{_PART}.")
+    return _checked_settings(stored, config), tensors, True
+
+
+def _tensors_by_layer(path: Path, separator: str) -> dict[str, dict[str, Tensor]]:
+    """Returns a file's tensors whose names have a separator, by what stands before it, and by what stands after it."""
+    tensors = {}
+    with safe_open(path, "pt") as file:
+        for name in file.keys():
+            layer, separated, parameter = name.partition(separator)
+            if separated:
+                tensors.setdefault(layer, {})[parameter] = file.get_tensor(name)
+    return tensors
 
 
 def _read_json(path: Path) -> dict:
@@ -226,7 +242,11 @@ def _decode_float(stored: dict) -> dict | float:
 
 
 def _checked_settings(stored: dict, path: Path) -> dict:
-    missing = [name for name in ("scorer", "layers", "dense_prefill") if name not in stored]
+    missing = [
+        name
+        for name in ("scorer", "layers", "dense_prefill", "keep_window_size")
+        if name not in stored
+    ]
     if missing:
         raise ValueError(
             f"folder: got {path} without {missing[0]!r}, expected a file of save_scores or of save_pretrained"

@@ -113,9 +113,11 @@ def _begin_call(layer: nn.Module, args: tuple, keywords: dict) -> tuple[tuple, d
 
 
 def _number_in_cache(layer: nn.Module, keywords: dict) -> int:
-    """Returns the number of the cache layer of this call. Zamba passes it, HRM an offset."""
-    own = "layer_idx" in keywords and "layer_idx" in _argument_names(type(layer))
-    return keywords["layer_idx"] if own else layer.layer_idx + keywords.get("cycle_offset", 0)
+    """Returns the number of the cache layer of this call. Zamba passes it, HRM and Dory an offset."""
+    if "layer_idx" in keywords and "layer_idx" in _argument_names(type(layer)):
+        return keywords["layer_idx"]
+    offsets = (keywords.get(name, 0) for name in ("cycle_offset", "cache_offset"))
+    return layer.layer_idx + sum(offsets)
 
 
 def _end_call(layer: nn.Module, args: tuple, keywords: dict, output: object) -> None:
@@ -246,16 +248,16 @@ class ScoreCall:
             )
         queries, keys = (t.shape[1] for t in states[:2])
         is_prompt = self.state is not None and (
-            self.state.is_empty is not False if is_static else queries == keys
+            self.state.is_empty if is_static else queries == keys
         )
         chooses = not is_soft and not (scoring.dense_prefill and is_prompt)
-        visible = self._visible(states, mask, options.memo, chooses)
+        visible = self._visible(*states[:2], mask, options.memo, chooses)
         if is_soft:
             gates = scoring.record.gates(scores, scoring.temperature)
             bias = scores - layer.scorer.first_score if gates is scores else gates
-            bias = self._of_keys(bias, shown_keys(visible))
+            bias = self._of_keys(bias, visible)
         else:
-            scores = self._of_keys(scores, shown_keys(visible))
+            scores = self._of_keys(scores, visible)
             bias = bias_to_learn(scores)
         delay = 0 if bias is None else scoring.rule.recent_window
         key_scores = KeyScores(scoring.rule, scores, bias, delay, self.first_query)
@@ -263,17 +265,18 @@ class ScoreCall:
 
     def _visible(
         self,
-        states: States,
+        query: Tensor,
+        key: Tensor,
         mask: Tensor | KeyIntervals | None,
         memo: Memo | None,
         chooses: bool,
     ) -> Visible:
         """Returns what a mask shows to queries that choose, or do not choose, keys. Layers of one forward share it."""
-        query, key, _ = states
         is_static = self.first_query is not None
 
         def find(_: Tensor | None) -> Visible:
-            # Masks of a static cache are causality and padding, others raise; so are nearly all intervals over keys of a cache.
+            # Masks of a static cache, and nearly all intervals over keys of a cache, are causality and padding. Other masks of a
+            # static cache raise.
             of_cache = self.cache is not None and query.shape[1] < key.shape[1]
             of_cache = of_cache and isinstance(mask, KeyIntervals)
             if chooses and (is_static or (of_cache and shows_only_tokens(mask))):
@@ -301,7 +304,7 @@ class ScoreCall:
             if present is not None:  # the first token of each row
                 column = present.byte().argmax(1).view(-1, 1, 1)
                 first = scores.take_along_dim(column, -1)[..., 0]
-        scores = self._of_keys(scores, None if present is None else present[:, None])
+        scores = self._of_keys(scores, Visible(None if present is None else present[:, None, None]))
         key_scores = KeyScores(scoring.rule, scores)
 
         def attend_to_prompt() -> Tensor:
@@ -348,8 +351,9 @@ class ScoreCall:
                 f"phase: got {phase!r} with {where}, expected 'hard': in another phase a query sees all earlier keys"
             )
 
-    def _of_keys(self, scores: Tensor, present: Tensor | None) -> Tensor:
-        """Returns the scores of keys. present: bool [B, H, S], as of `shown_keys`."""
+    def _of_keys(self, scores: Tensor, visible: Visible) -> Tensor:
+        """Returns the scores of keys, of the scores of tokens. visible: what the mask shows."""
         if not self.layer.scoring.late:
             return scores
+        present = shown_keys(visible)
         return late_scores(scores, None if present is None else present.any(1, keepdim=True))
