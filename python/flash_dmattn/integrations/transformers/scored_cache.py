@@ -16,14 +16,9 @@ from transformers.configuration_utils import PretrainedConfig
 from ..._core.checks import may_read
 from .compat import CACHE
 
-_STORED = "flash_dmattn_scores"  # the attribute of a cache: {number of a layer: StoredScores}
-
-
-class StoredScores(NamedTuple):
-    """index: of the layer of scores in cache.layers. is_complete: whether it has a score for each key."""
-
-    index: int
-    is_complete: bool = True
+# The attribute of a cache: {number of a layer: (index of its scores in cache.layers, whether each of its keys has one)}. torch 2.11
+# does not compile a NamedTuple in it.
+_STORED = "flash_dmattn_scores"
 
 
 def check_cache(cache: object) -> None:
@@ -88,7 +83,9 @@ def store_scores(
 
     Returns the scores of all keys, [B, Hkv, Sk], or None if some keys came without scores.
     """
-    stored = vars(cache).setdefault(_STORED, {})
+    if not hasattr(cache, _STORED):
+        setattr(cache, _STORED, {})
+    stored = getattr(cache, _STORED)
     if _complete_scores(cache, index) is None:
         if not (state.is_empty or (state.position is None and keys.shape[2] == scores.shape[2])):
             return None
@@ -96,10 +93,10 @@ def store_scores(
             if cache.layer_class_to_replicate is not None:  # layers are made when they are used
                 while len(cache.layers) < config.num_hidden_layers:
                     cache.layers.append(cache.layer_class_to_replicate())
-            stored[index] = StoredScores(len(cache.layers))
+            stored[index] = len(cache.layers), True
             cache.layers.append(_layer_of_scores(cache.layers[index]))
-        stored[index] = stored[index]._replace(is_complete=True)
-    layer = cache.layers[stored[index].index]
+        stored[index] = stored[index][0], True
+    layer = cache.layers[stored[index][0]]
     if not _lacks_scores(layer, state):
         states = scores[..., None]
         of_keys, _ = layer.update(states, states, *state.arguments)
@@ -115,13 +112,13 @@ def forget_scores(cache: object, index: int) -> None:
     if layer is not None:
         layer.reset()
         stored = getattr(cache, _STORED)
-        stored[index] = stored[index]._replace(is_complete=False)
+        stored[index] = stored[index][0], False
 
 
 def _complete_scores(cache: object, index: int) -> CacheLayerMixin | None:
     """Returns the scores of a layer, or None if it has none, or keys without them."""
-    stored = getattr(cache, _STORED, {}).get(index)
-    return cache.layers[stored.index] if stored is not None and stored.is_complete else None
+    own, is_complete = getattr(cache, _STORED, {}).get(index, (None, False))
+    return cache.layers[own] if is_complete else None
 
 
 def _lacks_scores(layer: CacheLayerMixin, state: CacheState) -> bool:
