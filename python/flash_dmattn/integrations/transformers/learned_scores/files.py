@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import json
 import uuid
-from collections.abc import Sequence
+from collections.abc import Iterable, Sequence
 from os import PathLike
 from pathlib import Path
 
@@ -200,7 +200,7 @@ def _read_scores(folder: Path) -> tuple[dict, dict[str, dict[str, Tensor]], bool
             raise FileNotFoundError(
                 f"folder: got {folder} with {_RULE} but without {_TENSORS}, expected both files of save_scores"
             )
-        tensors = _tensors_by_layer(folder / _TENSORS, ".")
+        tensors = _tensors_by_layer([folder / _TENSORS], ".")
         return _checked_settings(_read_json(folder / _RULE), folder / _RULE), tensors, False
     stored = _settings_of_config(_read_json(config)) if config.exists() else None
     if stored is None:
@@ -209,20 +209,19 @@ def _read_scores(folder: Path) -> tuple[dict, dict[str, dict[str, Tensor]], bool
             f"folder: got {folder}{kind} without {_RULE} and without {CONFIG_NAME} in a config.json, expected a folder of "
             "save_scores, or of save_pretrained of a model with learned scores"
         )
-    tensors = {}
-    for path in sorted(folder.glob("*.safetensors")):
-        tensors |= _tensors_by_layer(path, f".{_PART}.")
+    tensors = _tensors_by_layer(sorted(folder.glob("*.safetensors")), f".{_PART}.")
     return _checked_settings(stored, config), tensors, True
 
 
-def _tensors_by_layer(path: Path, separator: str) -> dict[str, dict[str, Tensor]]:
-    """Returns a file's tensors whose names have a separator, by what stands before it, and by what stands after it."""
+def _tensors_by_layer(paths: Iterable[Path], separator: str) -> dict[str, dict[str, Tensor]]:
+    """Returns tensors whose names have a separator, by what stands before it, and by what stands after it."""
     tensors = {}
-    with safe_open(path, "pt") as file:
-        for name in file.keys():
-            layer, separated, parameter = name.partition(separator)
-            if separated:
-                tensors.setdefault(layer, {})[parameter] = file.get_tensor(name)
+    for path in paths:
+        with safe_open(path, "pt") as file:
+            for name in file.keys():
+                layer, separated, parameter = name.partition(separator)
+                if separated:
+                    tensors.setdefault(layer, {})[parameter] = file.get_tensor(name)
     return tensors
 
 
