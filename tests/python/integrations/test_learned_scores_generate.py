@@ -306,6 +306,11 @@ def test_layers_get_numbers_of_their_own_in_a_cache(name, cut, atol, rtol, kind)
     torch.testing.assert_close(torch.cat(parts, 1), expected, atol=atol, rtol=rtol)
 
 
+def test_cache_without_the_layers_of_all_loops_raises():
+    with torch.no_grad(), pytest.raises(ValueError, match="expected one that has all layers"):
+        tiny_scored_model("DoryForCausalLM")(make_ids(PROMPT), cache=DynamicCache())
+
+
 def test_steps_of_layers_without_numbers_are_equal_in_both_caches():
     """Without scores, too, Zamba 2's steps differ by 1e-3 from the whole text."""
     model = tiny_scored_model("Zamba2ForCausalLM")

@@ -84,6 +84,7 @@ def test_saved_scores_are_loaded(scorer, tmp_path):
 def test_saved_model_keeps_its_scores(threshold, tmp_path):
     rule, ids = RULES["all"] | {"score_threshold": threshold}, make_ids()
     model = spread_scores(add_learned_scores(make_base("Gemma3"), **rule))
+    model.model.head = torch.nn.ModuleDict({"scorer": torch.nn.Linear(2, 2)})  # of the base model
     model.save_pretrained(tmp_path, max_shard_size=100)  # a file for each tensor
     other = load_scores(type(model).from_pretrained(tmp_path), tmp_path).eval()
     assert torch.equal(other(ids).logits, model(ids).logits)

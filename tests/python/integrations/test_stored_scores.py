@@ -133,6 +133,19 @@ def test_static_cache_with_keys_without_scores_raises(reads_counter, monkeypatch
 
 @since_transformers_5
 @torch.no_grad()
+@pytest.mark.parametrize("name", ["dynamic", "static"])
+def test_cropped_cache_gets_scores_again(name):
+    model, ids = make_scored(), torch.randint(2, VOCABULARY, (B, S))
+    cache = caches(model.config)[name]
+    model(ids[:, :20], past_key_values=cache)
+    model.set_score_phase("off")(ids[:, 20:23], past_key_values=cache)
+    cache.crop(-23)
+    logits = model.set_score_phase("hard")(ids, past_key_values=cache).logits
+    torch.testing.assert_close(logits, model(ids).logits, atol=1e-4, rtol=1e-4)
+
+
+@since_transformers_5
+@torch.no_grad()
 def test_step_of_a_static_cache_reads_nothing(monkeypatch):
     monkeypatch.setattr(scored_cache, "_lacks_scores", lambda layer, state: False)
     model, ids = make_scored(rule="window"), torch.randint(2, VOCABULARY, (B, S))

@@ -52,7 +52,7 @@ class DynamicMaskCache(Cache):
             )
         config = config.get_text_config(decoder=True)
         scores = LearnedScores.from_config(config)
-        if shared := getattr(config, "num_kv_shared_layers", 0):
+        if scores is not None and (shared := getattr(config, "num_kv_shared_layers", 0)):
             raise ValueError(
                 f"config.num_kv_shared_layers: got {shared}, expected 0: these layers attend to all keys of layers with scores, which "
                 "slots do not hold; such a model takes transformers' DynamicCache"

@@ -159,6 +159,8 @@ def reason_against_scores(layer: nn.Module) -> str | None:
         return "have no cache"
     if getattr(layer, "is_kv_shared_layer", False):
         return "take their keys from another layer"
+    if getattr(config, "recurrent_kv_cache_mode", None) == "last_loop":
+        return "attend to keys of another loop"
     if _window_of_its_own(layer):
         return "have a sliding window of their own"
     if any(base.__name__ == "FSDPModule" for base in type(layer).__mro__):

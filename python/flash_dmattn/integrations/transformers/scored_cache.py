@@ -51,6 +51,11 @@ class CacheState(NamedTuple):
         layer = cache.layers[index] if index < len(cache.layers) else None
         if layer is None:
             return cls(True)
+        if isinstance(layer, _ScoreLayer):
+            raise ValueError(
+                f"{CACHE}: got a {type(cache).__name__} with scores in the place of layer {index}, expected one that has all layers: "
+                f"{type(cache).__name__}(config=model.config)"
+            )
         arguments = () if cache_position is None else ({"cache_position": cache_position},)
         position = None
         if getattr(layer, "is_compileable", False):
@@ -64,7 +69,7 @@ class CacheState(NamedTuple):
             is_empty = True
         elif isinstance(position, Tensor) and scores is not None:
             is_empty = not scores.holds_tokens
-        else:  # reading breaks a compiled graph, once, before a static cache has scores
+        else:  # reading breaks the compiled graph of a static cache that has memory, but no scores yet
             is_empty = int(layer.get_seq_length()) == 0
         return cls(is_empty, position, arguments)
 
@@ -89,13 +94,15 @@ def store_scores(
     if _complete_scores(cache, index) is None:
         if not (state.is_empty or (state.position is None and keys.shape[2] == scores.shape[2])):
             return None
+        layer = _layer_of_scores(cache.layers[index])
         if index not in stored:
             if cache.layer_class_to_replicate is not None:  # layers are made when they are used
                 while len(cache.layers) < config.num_hidden_layers:
                     cache.layers.append(cache.layer_class_to_replicate())
-            stored[index] = len(cache.layers), True
-            cache.layers.append(_layer_of_scores(cache.layers[index]))
-        stored[index] = stored[index][0], True
+            stored[index] = len(cache.layers), False
+            cache.layers.append(layer)
+        own, _ = stored[index]
+        stored[index], cache.layers[own] = (own, True), layer
     layer = cache.layers[stored[index][0]]
     if not _lacks_scores(layer, state):
         states = scores[..., None]
@@ -129,8 +136,8 @@ def _lacks_scores(layer: CacheLayerMixin, state: CacheState) -> bool:
     return not state.arguments and int(layer.get_seq_length()) != int(position)
 
 
-class _CountsOnHost:
-    """Says without reading a device whether a static layer got tokens since its last reset."""
+class _ScoreLayer:
+    """A layer of scores, which says without reading a device whether it got tokens since its last reset."""
 
     holds_tokens = False
 
@@ -147,19 +154,27 @@ class _CountsOnHost:
         self.holds_tokens = int(self.get_seq_length()) > 0
 
 
-class _StaticScores(_CountsOnHost, cache_utils.StaticLayer):
+class _StaticScores(_ScoreLayer, cache_utils.StaticLayer):
     pass
 
 
-class _SlidingScores(_CountsOnHost, cache_utils.StaticSlidingWindowLayer):
+class _StaticSlidingScores(_ScoreLayer, cache_utils.StaticSlidingWindowLayer):
+    pass
+
+
+class _DynamicScores(_ScoreLayer, cache_utils.DynamicLayer):
+    pass
+
+
+class _DynamicSlidingScores(_ScoreLayer, cache_utils.DynamicSlidingWindowLayer):
     pass
 
 
 def _layer_of_scores(layer: CacheLayerMixin) -> CacheLayerMixin:
     if isinstance(layer, cache_utils.StaticSlidingWindowLayer):
-        return _SlidingScores(layer.max_cache_len, layer.max_cache_len)
+        return _StaticSlidingScores(layer.max_cache_len, layer.max_cache_len)
     if isinstance(layer, cache_utils.StaticLayer):
         return _StaticScores(layer.max_cache_len)
     if isinstance(layer, cache_utils.DynamicSlidingWindowLayer):
-        return cache_utils.DynamicSlidingWindowLayer(layer.sliding_window)
-    return cache_utils.DynamicLayer()
+        return _DynamicSlidingScores(layer.sliding_window)
+    return _DynamicScores()

@@ -48,7 +48,7 @@ def add_dms_scores(
     NVIDIA's scale of 100 is part of the scorer's weight: a learning rate of Adam has to be 100 times theirs.
 
     keep_window_size: of `add_learned_scores`, the most old keys of a head. None: no limit, and no `DynamicMaskCache`.
-    window_size: the largest distance of a recent key. options: of `add_learned_scores`.
+    window_size: the largest distance of a recent key. options: of `add_learned_scores`, but for `late`.
     """
     of_dms = {"recent_window": window_size + 1, "score_threshold": _HALF_OPEN, "first_logit": 5.0}
     return add_learned_scores(model, keep_window_size, late=True, **of_dms | options)

@@ -14,7 +14,7 @@ from torch import Tensor, nn
 from transformers import PreTrainedModel
 
 from ..._shared.config_rules import CONFIG_NAME, LearnedScores
-from ..._shared.scorers import Scorer
+from ..._shared.scorers import TRAINABLE, Scorer
 from ..compat import is_offloaded
 from .add import add_learned_scores, remove_learned_scores, scored_layers
 from .layers import has_scores
@@ -87,7 +87,7 @@ def load_scores(model: nn.Module, folder: str | Path, scorer: Scorer | None = No
         add_learned_scores(model, scorer=kind, **rule)
     try:
         layers = scored_layers(model)
-        _check_form(LearnedScores.from_config(layers[0].config), scores, folder)
+        _check_form(LearnedScores.from_config(layers[0].config), stored, folder)
         keys = _keys(scores.layers)
         if has_names:
             names = {module: name for name, module in model.named_modules()}
@@ -114,6 +114,8 @@ def _keys(numbers: Sequence[int]) -> list[str]:
 
 def _named_as_in(names: list[str], tensors: dict[str, dict], folder: Path) -> dict[str, dict]:
     """Returns tensors by the names of a model's layers, which another class or version may have given another beginning."""
+    if set(names) <= tensors.keys():
+        return {name: tensors[name] for name in names}
     own, stored = (
         sorted(each, key=lambda name: ([int(n) for n in name.split(".") if n.isdigit()], name))
         for each in (names, tensors)
@@ -131,12 +133,16 @@ def _checked_folder(folder: object) -> Path:
     return Path(folder)
 
 
-def _check_form(own: LearnedScores, stored: LearnedScores, folder: Path) -> None:
-    """Raises ValueError for scores that other inputs or other tokens make; their parameters may have the same shapes."""
-    for part in ("scorer", "late", "first_logit"):
-        if getattr(own, part) != getattr(stored, part):
+def _check_form(own: LearnedScores, stored: dict, folder: Path) -> None:
+    """Raises ValueError for scores of another kind, whose parameters may have the same shapes."""
+    expected = LearnedScores.from_dict(stored)
+    parts = ["scorer", "late"]
+    if expected.scorer in TRAINABLE and "first_logit" in stored:  # which older files do not have
+        parts.append("first_logit")
+    for part in parts:
+        if getattr(own, part) != getattr(expected, part):
             raise ValueError(
-                f"model: got one with {part} {getattr(own, part)!r}, expected {getattr(stored, part)!r}, that of {folder}"
+                f"model: got one with {part} {getattr(own, part)!r}, expected {getattr(expected, part)!r}, that of {folder}"
             )
 
 
