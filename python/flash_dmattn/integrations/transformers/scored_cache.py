@@ -8,6 +8,7 @@ from __future__ import annotations
 
 from typing import NamedTuple
 
+import torch
 from torch import Tensor
 from transformers import cache_utils
 from transformers.cache_utils import Cache, CacheLayerMixin
@@ -94,7 +95,9 @@ def store_scores(
     if _complete_scores(cache, index) is None:
         if not (state.is_empty or (state.position is None and keys.shape[2] == scores.shape[2])):
             return None
-        layer = _layer_of_scores(cache.layers[index])
+        has_memory = isinstance(state.position, Tensor) and torch.compiler.is_compiling()
+        make = _allocated_layer_of_scores if has_memory else _layer_of_scores
+        layer = make(cache.layers[index], scores[..., None], state)
         if index not in stored:
             if cache.layer_class_to_replicate is not None:  # layers are made when they are used
                 while len(cache.layers) < config.num_hidden_layers:
@@ -170,7 +173,18 @@ class _DynamicSlidingScores(_ScoreLayer, cache_utils.DynamicSlidingWindowLayer):
     pass
 
 
-def _layer_of_scores(layer: CacheLayerMixin) -> CacheLayerMixin:
+@torch.compiler.disable
+def _allocated_layer_of_scores(
+    layer: CacheLayerMixin, states: Tensor, state: CacheState
+) -> CacheLayerMixin:
+    """Makes a static layer with memory outside of a compiled graph. The next run of a CUDA graph writes over memory of its own."""
+    scores = _layer_of_scores(layer)
+    scores.update(states, states, *state.arguments)
+    scores.reset()
+    return scores
+
+
+def _layer_of_scores(layer: CacheLayerMixin, *_) -> CacheLayerMixin:
     if isinstance(layer, cache_utils.StaticSlidingWindowLayer):
         return _StaticSlidingScores(layer.max_cache_len, layer.max_cache_len)
     if isinstance(layer, cache_utils.StaticLayer):
