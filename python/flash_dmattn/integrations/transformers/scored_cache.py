@@ -178,7 +178,7 @@ def _allocated_layer_of_scores(
     layer: CacheLayerMixin, states: Tensor, state: CacheState
 ) -> CacheLayerMixin:
     """Makes a static layer with memory outside of a compiled graph. The next run of a CUDA graph writes over memory of its own."""
-    scores = _layer_of_scores(layer)
+    scores, states = _layer_of_scores(layer), states.detach()
     scores.update(states, states, *state.arguments)
     scores.reset()
     return scores
