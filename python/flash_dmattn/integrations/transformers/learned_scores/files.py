@@ -87,7 +87,10 @@ def load_scores(model: nn.Module, folder: str | Path, scorer: Scorer | None = No
         add_learned_scores(model, scorer=kind, **rule)
     try:
         layers = scored_layers(model)
-        _check_form(LearnedScores.from_config(layers[0].config), stored, folder)
+        # Older files do not have the first logit, which baselines and functions do not use.
+        has_logit = "first_logit" in stored and scores.scorer in TRAINABLE
+        parts = ("scorer", "late", "first_logit") if has_logit else ("scorer", "late")
+        _check_form(LearnedScores.from_config(layers[0].config), scores, parts, folder)
         keys = _keys(scores.layers)
         if has_names:
             names = {module: name for name, module in model.named_modules()}
@@ -133,16 +136,14 @@ def _checked_folder(folder: object) -> Path:
     return Path(folder)
 
 
-def _check_form(own: LearnedScores, stored: dict, folder: Path) -> None:
-    """Raises ValueError for scores of another kind, whose parameters may have the same shapes."""
-    expected = LearnedScores.from_dict(stored)
-    parts = ["scorer", "late"]
-    if expected.scorer in TRAINABLE and "first_logit" in stored:  # which older files do not have
-        parts.append("first_logit")
+def _check_form(
+    own: LearnedScores, stored: LearnedScores, parts: Sequence[str], folder: Path
+) -> None:
+    """Raises ValueError for scores of another kind, which differ in a part. Their parameters may have the same shapes."""
     for part in parts:
-        if getattr(own, part) != getattr(expected, part):
+        if getattr(own, part) != getattr(stored, part):
             raise ValueError(
-                f"model: got one with {part} {getattr(own, part)!r}, expected {getattr(expected, part)!r}, that of {folder}"
+                f"model: got one with {part} {getattr(own, part)!r}, expected {getattr(stored, part)!r}, that of {folder}"
             )
 
 
