@@ -21,7 +21,7 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor, nn
 from tqdm import tqdm
-from transformers import Cache, DynamicCache
+from transformers import Cache, DynamicCache, PreTrainedTokenizerBase
 from transformers.utils import logging
 
 import flash_dmattn.integrations.transformers as dmattn
@@ -33,7 +33,8 @@ from .texts import BASES, load_base, read_texts
 
 SINKS = 4
 SETTINGS = {  # on a CPU, on a GPU; the type; a list takes several
-    "length": (1024, 4096, between(256), "tokens of a text"), "trained_length": (512, 4096, between(256), "tokens of a text in training"),
+    "length": ([1024], [4096], between(256), "tokens of a text; scores train for the first"),
+    "trained_length": (512, 4096, between(256), "tokens of a text in training"),
     "keep": ([8], [4, 8, 16], between(2), "8: an eighth of the keys"), "seeds": ([0], [0, 1, 2], between(0), "of trainings"),
     "steps": (80, 900, between(1), "of a training for one budget"), "seconds": (330, 600, between(1), "a training ends after this time"),
     "rate": (2e-2, 1e-2, rate, "of the scores' training"), "base_rate": (0, 3e-4, rate, "of the base model's training; 0: it is frozen"),
@@ -87,13 +88,14 @@ def training_batches(streams: list[list[int]], tasks: Tasks, seed: int, batch: i
 
 
 class Evaluation:
-    """Held-out texts and tasks, with which every row measures the model as it is then."""
+    """Held-out texts and tasks of one length, with which every row measures the model as it is then."""
 
-    def __init__(self, model: nn.Module, streams: list[list[int]], tasks: Tasks, options: argparse.Namespace):  # fmt: skip
-        self.model, self.tasks, self.options, self.rows = model, tasks, options, []
+    def __init__(self, model: nn.Module, tokenizer: PreTrainedTokenizerBase, streams: list[list[int]], length: int, options: argparse.Namespace):  # fmt: skip
+        streams = [stream for stream in streams if len(stream) > length] or streams
+        self.model, self.tasks, self.length, self.rows = model, Tasks(tokenizer, streams[0], length), length, []  # fmt: skip
         draw, count = random.Random(0), options.samples
-        self.texts = [tasks.cut_text(stream, draw, 1) for stream in (streams * count)[:count]]
-        self.samples = {t: [tasks.make_sample(t, i) for i in range(count)] for t in options.tasks}
+        self.texts = [self.tasks.cut_text(s, draw, 1) for s in (streams * count)[:count]]
+        self.samples = {t: [self.tasks.make_sample(t, i) for i in range(count)] for t in options.tasks}  # fmt: skip
 
     @torch.no_grad()
     def add_row(self, method: str, part: int = 1, seed: int = 0, press: type | None = None) -> None:
@@ -103,26 +105,25 @@ class Evaluation:
         for name, samples in self.samples.items():
             right = []
             for together in (samples[i : i + TOGETHER] for i in range(0, len(samples), TOGETHER)):
-                kind = DynamicCache if press or part == 1 else dmattn.DynamicMaskCache
-                cache = kind(config=self.model.config)
-                ratio = 1 - self.options.length / part / len(together[0].text)
-                with press(compression_ratio=ratio)(self.model) if press else nullcontext():
+                cache = (DynamicCache if press or part == 1 else dmattn.DynamicMaskCache)(config=self.model.config)  # fmt: skip
+                dropped = 1 - self.length / part / len(together[0].text)
+                with press(compression_ratio=dropped)(self.model) if press else nullcontext():
                     written = self._answers(together, cache, costs)
                 right += map(recall, written, sum((sample.answers for sample in together), []))
             answers[name] = fmean(right)
         keys, size, read, wrote = zip(*costs, strict=True)
-        row = {"method": method, "kept": f"1/{part}", "seed": seed, "keys a head": fmean(keys), "MiB": fmean(size)}  # fmt: skip
-        speeds = {"prefill tokens/s": max(read), "decode tokens/s": max(wrote)}
-        self.rows.append(row | speeds | losses | answers)
+        row = {"method": method, "kept": f"1/{part}", "seed": seed, "length": self.length, "keys a head": fmean(keys), "MiB": fmean(size)}  # fmt: skip
+        self.rows.append(row | {"prefill tokens/s": max(read), "decode tokens/s": max(wrote)} | losses | answers)  # fmt: skip
         print(*(f"{v:.3f}" if isinstance(v, float) else v for v in self.rows[-1].values()))
 
     def _losses(self) -> dict[str, float]:
         """Returns the mean loss of a token in each of the last three octaves of positions."""
         losses = []
         for ids in torch.tensor(self.texts, device=self.model.device):
-            logits = self.model(ids[None, :-1], use_cache=False).logits[0]
-            losses.append(F.cross_entropy(logits.float(), ids[1:], reduction="none"))
-        mean, begins = torch.stack(losses).mean(0), [self.tasks.length >> i for i in (3, 2, 1)]
+            logits = self.model(ids[None, :-1], use_cache=False).logits[0].split(4096)
+            parts = zip(logits, ids[1:].split(4096), strict=True)
+            losses.append(torch.cat([F.cross_entropy(x.float(), y, reduction="none") for x, y in parts]))  # fmt: skip
+        mean, begins = torch.stack(losses).mean(0), [self.length >> i for i in (3, 2, 1)]
         return {f"loss {i}-{2 * i}": mean[i : 2 * i].mean().item() for i in begins}
 
     def _answers(self, samples: list[Sample], cache: Cache, costs: list) -> list[str]:
@@ -158,31 +159,35 @@ def size_of_cache(cache: Cache, texts: int) -> tuple[float, float]:
 
 def make_table(rows: list[dict]) -> str:
     """Returns rows as Markdown. The rows of several trainings become one: their mean and half their range."""
-    names = [name for name in rows[0] if name not in ("method", "kept", "seed")]
+    names = [name for name in rows[0] if name not in ("method", "kept", "seed", "length")]
     lines = ["| keys | of all | " + " | ".join(names) + " |", "|---" * (len(names) + 2) + "|"]
     for method, kept in dict.fromkeys((row["method"], row["kept"]) for row in rows):
         group = [row for row in rows if (row["method"], row["kept"]) == (method, kept)]
         cells = [method, kept]
         for name in names:
-            values = [row[name] for row in group if name in row]
             digits = 0 if name.endswith(("head", "/s")) else 3 if name.startswith("loss") else 2
+            values = [row[name] for row in group if name in row]  # no losses after the text
             half = f" ± {(max(values) - min(values)) / 2:.{digits}f}" if len(values) > 1 else ""
             cells.append(f"{fmean(values):.{digits}f}{half}" if values else "")
         lines.append("| " + " | ".join(cells) + " |")
     return "\n".join(lines)
 
 
-def rule_of(part: int, options: argparse.Namespace) -> tuple[int, int]:
-    """Returns the numbers of old and of recent keys of a head that sees one in `part` of the keys. Half of them are recent."""
-    keys = options.length // part
-    return keys - keys // 2 - SINKS, keys // 2
+def add_scores(model: nn.Module, part: int, length: int, trained: Path | None) -> float:
+    """Gives a model scores, or those it has in a folder, for one in `part` of the keys, half of them recent. Returns the share of old keys."""
+    recent, window = length // part // 2, (length // part + 1) // 2 - SINKS
+    model = dmattn.remove_learned_scores(model) if trained else model
+    dmattn.add_learned_scores(model, window, recent_window=recent, sink_tokens=SINKS)
+    if trained:
+        dmattn.load_scores(model, trained)
+    return window / (length - recent - SINKS)
 
 
 def measure_untrained(evaluation: Evaluation, options: argparse.Namespace) -> None:
     """Adds rows of all keys, and of choices of keys that do not learn."""
     evaluation.add_row("all")
     for part in options.keep:
-        keys, (window, _) = options.length // part, rule_of(part, options)
+        window = ((keys := evaluation.length // part) + 1) // 2 - SINKS
         for scorer, kept in (("random", 0), ("random", window), ("key_norm", window)):
             dmattn.add_learned_scores(evaluation.model, kept, scorer=scorer, recent_window=keys - kept - SINKS, sink_tokens=SINKS)  # fmt: skip
             evaluation.add_row(scorer.replace("_", " ") if kept else "sinks and recent", part)
@@ -191,33 +196,33 @@ def measure_untrained(evaluation: Evaluation, options: argparse.Namespace) -> No
             evaluation.add_row(f"{name}, after the text", part, press=getattr(import_module("kvpress"), name))  # fmt: skip
 
 
-def measure_trained(evaluation: Evaluation, teacher: nn.Module, streams: list[list[int]], options: argparse.Namespace, seed: int) -> None:  # fmt: skip
+def measure_trained(evaluations: list[Evaluation], teacher: nn.Module, streams: list[list[int]], options: argparse.Namespace, seed: int) -> None:  # fmt: skip
     """Trains scores for each budget, from those of the next larger one. Adds its rows: the same for all heads, and divided."""
-    model, folder = evaluation.model, options.output / f"scores-{seed}"
-    length, tokenizer = options.length, evaluation.tasks.tokenizer
-    tasks = (Tasks(tokenizer, streams[0], size) for size in (options.trained_length, length))
-    batches, sample_batches = (training_batches(streams, t, seed, options.batch) for t in tasks)
-    samples = [text for _ in range(8) for text in next(sample_batches)]
+    model, folder, trained = evaluations[0].model, options.output / f"scores-{seed}", None
+    tasks = (Tasks(evaluations[0].tasks.tokenizer, streams[0], n) for n in (options.trained_length, *options.length))  # fmt: skip
+    batches, *of_lengths = (training_batches(streams, t, seed, options.batch) for t in tasks)
+    samples = [[text for _ in range(8) for text in next(texts)] for texts in of_lengths]
     torch.manual_seed(seed)
     for part in sorted(options.keep):
-        (window, recent), is_first = rule_of(part, options), part == min(options.keep)
-        model = model if is_first else dmattn.remove_learned_scores(model)
-        dmattn.add_learned_scores(model, window, recent_window=recent, sink_tokens=SINKS)
-        if not is_first:  # gates are no longer open, and the target falls to theirs at once
-            dmattn.load_scores(model, folder)
-        share = window / (length - recent - SINKS)
-        train(model, teacher, batches, dmattn.ScoreSchedule(share=share, narrowing=0.4 if is_first else 0.1), options)  # fmt: skip
-        model.set_score_phase("hard")
-        evaluation.add_row("learned, the same for each head", part, seed)
-        budgets = dmattn.divide_budget(model, samples, mean_keys=length / part)
-        print(budgets)
-        budgets.draw(options.output / f"budgets-{part}-{seed}.png")
-        dmattn.set_key_budgets(model, budgets)
-        evaluation.add_row("learned, divided over heads", part, seed)
-        dmattn.save_scores(model, folder)
+        share = add_scores(model, part, options.length[0], trained)
+        # Trained gates are no longer open. The target falls to theirs at once.
+        schedule = dmattn.ScoreSchedule(share=share, narrowing=0.1 if trained else 0.4)
+        train(model, teacher, batches, schedule, options)
+        dmattn.save_scores(model, trained := folder)
+        for evaluation, texts in reversed([*zip(evaluations, samples, strict=True)]):
+            add_scores(model, part, evaluation.length, trained)
+            model.set_score_phase("hard")
+            evaluation.add_row("learned, the same for each head", part, seed)
+            budgets = dmattn.divide_budget(model, texts, mean_keys=evaluation.length / part)
+            print(budgets)
+            budgets.draw(options.output / f"budgets-{evaluation.length}-{part}-{seed}.png")
+            dmattn.set_key_budgets(model, budgets)
+            evaluation.add_row("learned, divided over heads", part, seed)
+            dmattn.save_scores(model, folder)  # at last with the budgets of the first length
     if options.base_rate:
         model.set_score_phase("off")
-        evaluation.add_row("all, with the trained base", seed=seed)
+        for evaluation in evaluations:
+            evaluation.add_row("all, with the trained base", seed=seed)
         model.set_score_phase("hard")
 
 
@@ -235,22 +240,22 @@ def run(options: argparse.Namespace) -> None:
     logging.set_verbosity_error()
     warnings.simplefilter("ignore", FutureWarning)  # about the name past_key_values
     model, tokenizer = load_base(options.base, options.output, options.device)
-    source, training, held_out = read_texts(tokenizer, options.texts, options.length + 1)
-    tasks = Tasks(tokenizer, held_out[0], options.length)
-    tokens = [sum(map(len, part)) for part in (training, held_out)]
-    print(f"{source}: {tokens[0]} tokens to train with, {tokens[1]} held out; on {options.device}")
-    evaluation = Evaluation(model, held_out, tasks, options)
-    measure_untrained(evaluation, options)
+    source, training, held_out = read_texts(tokenizer, options.texts)
+    print(f"{source}: {sum(map(len, training))} tokens to train with, {sum(map(len, held_out))} held out; on {options.device}")  # fmt: skip
+    evaluations = [Evaluation(model, tokenizer, held_out, n, options) for n in options.length]
+    for evaluation in evaluations:
+        measure_untrained(evaluation, options)
     teacher = copy.deepcopy(model).requires_grad_(False)
     for seed in options.seeds:
         if seed != options.seeds[0]:
             dmattn.remove_learned_scores(model).load_state_dict(teacher.state_dict())
-        measure_trained(evaluation, teacher, training, options, seed)
-    written, table = write_text(model, tasks), make_table(evaluation.rows)
+        measure_trained(evaluations, teacher, training, options, seed)
+    written = write_text(model, evaluations[0].tasks)
+    table = "\n\n".join(f"{e.length} tokens:\n\n{make_table(e.rows)}" for e in evaluations)
     seconds = time.perf_counter() - began
     print(f"with the small cache:\n{written}\n\n{table}\n\n{seconds:.0f} s; files in {options.output}")  # fmt: skip
-    record = {**{name: str(value) for name, value in vars(options).items()}, "source": source}
-    record |= {"text": written, "seconds": seconds, "rows": evaluation.rows}
+    record = {name: str(value) for name, value in vars(options).items()}
+    record |= {"source": source, "text": written, "seconds": seconds, "rows": sum((e.rows for e in evaluations), [])}  # fmt: skip
     (options.output / "record.json").write_text(json.dumps(record, indent=1))
     (options.output / "table.md").write_text(table + "\n")
 

@@ -59,6 +59,8 @@ class Tasks:
     def cut_text(self, stream: list[int], draw: random.Random, more: int = 0) -> list[int]:
         """Returns what follows a random place of a stream, `length` tokens and `more`."""
         room = self.length + more - len(self.begin)
+        if len(stream) < room:
+            raise ValueError(f"texts: got {len(stream)} tokens of a kind, expected {room}")
         start = draw.randrange(len(stream) - room + 1)
         return self.begin + stream[start : start + room]
 

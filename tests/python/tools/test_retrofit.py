@@ -41,16 +41,17 @@ def test_program_runs_to_the_end(tmp_path, tokenizer, capsys, monkeypatch):
     for i in range(16):
         (texts / f"{i}.txt").write_text(f"Of {i} things that were said, one was forgotten. " * 40)
     retrofit.main(
-        ["--base", str(folder), "--texts", str(texts), "--device", "cpu", "--length", str(LENGTH), "--samples", "2", "--steps", "2", "--keep", "4", "8",
+        ["--base", str(folder), "--texts", str(texts), "--device", "cpu", "--length", str(LENGTH), "512", "--samples", "2", "--steps", "2", "--keep", "4", "8",
          "--tasks", "four keys", "--base-rate", "1e-3", "--seeds", "0", "1", "--output", str(tmp_path / "output")]
     )  # fmt: skip
     record = json.loads((tmp_path / "output" / "record.json").read_text())
-    keys = {(row["method"], row["kept"]): row["keys a head"] for row in record["rows"]}
-    assert keys["all", "1/1"] == keys["all, with the trained base", "1/1"] > LENGTH / 2
-    assert len(keys) == 12 and all(kept <= LENGTH / int(of[2:]) for (_, of), kept in keys.items())
+    keys = {(row["length"], row["method"], row["kept"]): row["keys a head"] for row in record["rows"]}  # fmt: skip
+    for length in (LENGTH, 512):
+        assert keys[length, "all", "1/1"] == keys[length, "all, with the trained base", "1/1"] > length / 2  # fmt: skip
+    assert len(keys) == 24 and all(kept <= n / int(of[2:]) for (n, _, of), kept in keys.items())
     table = (tmp_path / "output" / "table.md").read_text()
     assert "four keys" in table and table in capsys.readouterr().out
-    assert (tmp_path / "output" / "budgets-8-0.png").read_bytes().startswith(b"\x89PNG")
+    assert (tmp_path / "output" / f"budgets-{LENGTH}-8-0.png").read_bytes().startswith(b"\x89PNG")
 
 
 @pytest.mark.parametrize("name", NAMES)
