@@ -33,14 +33,14 @@ from .texts import BASES, load_base, read_texts
 
 SINKS = 4
 SETTINGS = {  # on a CPU, on a GPU; the type; a list takes several
-    "length": ([1024], [4096], between(256), "tokens of a text; scores train for the first"),
-    "trained_length": (512, 4096, between(256), "tokens of a text in training"),
+    "length": ([1024], [4096], between(256), "tokens of a text; scores train for the first"), "trained_length": (512, 4096, between(256), "tokens of a text in training"),
     "keep": ([8], [4, 8, 16], between(2), "8: an eighth of the keys"), "seeds": ([0], [0, 1, 2], between(0), "of trainings"),
     "steps": (80, 900, between(1), "of a training for one budget"), "seconds": (330, 600, between(1), "a training ends after this time"),
     "rate": (2e-2, 1e-2, rate, "of the scores' training"), "base_rate": (0, 3e-4, rate, "of the base model's training; 0: it is frozen"),
     "batch": (1, 4, between(1), "texts of a step"), "samples": (5, 100, between(1), "texts of each task, and texts whose loss is measured"),
     "tasks": ([*NAMES[:2]], [*NAMES], str, "what is asked about the texts"),
 }  # fmt: skip
+BASELINES = {"sinks and recent": {"scorer": "random", "window": 0}, "random": {"scorer": "random"}, "key norm": {"scorer": "key_norm"}}  # fmt: skip
 PRESSES = ("KeyDiffPress", "ExpectedAttentionPress", "SnapKVPress", "TOVAPress")
 TOGETHER = 25  # samples that are read in one batch
 
@@ -92,7 +92,7 @@ class Evaluation:
 
     def __init__(self, model: nn.Module, tokenizer: PreTrainedTokenizerBase, streams: list[list[int]], length: int, options: argparse.Namespace):  # fmt: skip
         streams = [stream for stream in streams if len(stream) > length] or streams
-        self.model, self.tasks, self.length, self.rows = model, Tasks(tokenizer, streams[0], length), length, []  # fmt: skip
+        self.model, self.tasks, self.rows = model, Tasks(tokenizer, streams[0], length), []
         draw, count = random.Random(0), options.samples
         self.texts = [self.tasks.cut_text(s, draw, 1) for s in (streams * count)[:count]]
         self.samples = {t: [self.tasks.make_sample(t, i) for i in range(count)] for t in options.tasks}  # fmt: skip
@@ -100,19 +100,18 @@ class Evaluation:
     @torch.no_grad()
     def add_row(self, method: str, part: int = 1, seed: int = 0, press: type | None = None) -> None:
         """Adds costs, losses and shares of right answers. press: of kvpress, cuts caches after a text was read."""
-        costs, answers = [], {}
-        losses = self._losses() if press is None else {}
+        costs, answers, losses = [], {}, self._losses() if press is None else {}
         for name, samples in self.samples.items():
             right = []
             for together in (samples[i : i + TOGETHER] for i in range(0, len(samples), TOGETHER)):
                 cache = (DynamicCache if press or part == 1 else dmattn.DynamicMaskCache)(config=self.model.config)  # fmt: skip
-                dropped = 1 - self.length / part / len(together[0].text)
+                dropped = 1 - self.tasks.length / part / len(together[0].text)
                 with press(compression_ratio=dropped)(self.model) if press else nullcontext():
                     written = self._answers(together, cache, costs)
                 right += map(recall, written, sum((sample.answers for sample in together), []))
             answers[name] = fmean(right)
         keys, size, read, wrote = zip(*costs, strict=True)
-        row = {"method": method, "kept": f"1/{part}", "seed": seed, "length": self.length, "keys a head": fmean(keys), "MiB": fmean(size)}  # fmt: skip
+        row = {"method": method, "kept": f"1/{part}", "seed": seed, "length": self.tasks.length, "keys a head": fmean(keys), "MiB": fmean(size)}  # fmt: skip
         self.rows.append(row | {"prefill tokens/s": max(read), "decode tokens/s": max(wrote)} | losses | answers)  # fmt: skip
         print(*(f"{v:.3f}" if isinstance(v, float) else v for v in self.rows[-1].values()))
 
@@ -123,7 +122,7 @@ class Evaluation:
             logits = self.model(ids[None, :-1], use_cache=False).logits[0].split(4096)
             parts = zip(logits, ids[1:].split(4096), strict=True)
             losses.append(torch.cat([F.cross_entropy(x.float(), y, reduction="none") for x, y in parts]))  # fmt: skip
-        mean, begins = torch.stack(losses).mean(0), [self.length >> i for i in (3, 2, 1)]
+        mean, begins = torch.stack(losses).mean(0), [self.tasks.length >> i for i in (3, 2, 1)]
         return {f"loss {i}-{2 * i}": mean[i : 2 * i].mean().item() for i in begins}
 
     def _answers(self, samples: list[Sample], cache: Cache, costs: list) -> list[str]:
@@ -165,19 +164,21 @@ def make_table(rows: list[dict]) -> str:
         group = [row for row in rows if (row["method"], row["kept"]) == (method, kept)]
         cells = [method, kept]
         for name in names:
+            values = [row[name] for row in group if name in row]
             digits = 0 if name.endswith(("head", "/s")) else 3 if name.startswith("loss") else 2
-            values = [row[name] for row in group if name in row]  # no losses after the text
             half = f" ± {(max(values) - min(values)) / 2:.{digits}f}" if len(values) > 1 else ""
             cells.append(f"{fmean(values):.{digits}f}{half}" if values else "")
         lines.append("| " + " | ".join(cells) + " |")
     return "\n".join(lines)
 
 
-def add_scores(model: nn.Module, part: int, length: int, trained: Path | None) -> float:
-    """Gives a model scores, or those it has in a folder, for one in `part` of the keys, half of them recent. Returns the share of old keys."""
-    recent, window = length // part // 2, (length // part + 1) // 2 - SINKS
+def add_scores(model: nn.Module, part: int, length: int, trained: Path | None = None, window: int | None = None, **options) -> float:  # fmt: skip
+    """Gives a model scores, or those it has in a folder, that keep one in `part` of the keys, `window` (default: about half) of them old. Returns the share of old keys."""
+    keys = length // part
+    recent = keys // 2 if window is None else keys - window - SINKS
+    window = keys - recent - SINKS
     model = dmattn.remove_learned_scores(model) if trained else model
-    dmattn.add_learned_scores(model, window, recent_window=recent, sink_tokens=SINKS)
+    dmattn.add_learned_scores(model, window, recent_window=recent, sink_tokens=SINKS, **options)
     if trained:
         dmattn.load_scores(model, trained)
     return window / (length - recent - SINKS)
@@ -187,10 +188,9 @@ def measure_untrained(evaluation: Evaluation, options: argparse.Namespace) -> No
     """Adds rows of all keys, and of choices of keys that do not learn."""
     evaluation.add_row("all")
     for part in options.keep:
-        window = ((keys := evaluation.length // part) + 1) // 2 - SINKS
-        for scorer, kept in (("random", 0), ("random", window), ("key_norm", window)):
-            dmattn.add_learned_scores(evaluation.model, kept, scorer=scorer, recent_window=keys - kept - SINKS, sink_tokens=SINKS)  # fmt: skip
-            evaluation.add_row(scorer.replace("_", " ") if kept else "sinks and recent", part)
+        for name, options_of_scores in BASELINES.items():
+            add_scores(evaluation.model, part, evaluation.tasks.length, **options_of_scores)
+            evaluation.add_row(name, part)
             dmattn.remove_learned_scores(evaluation.model)
         for name in PRESSES if options.presses else ():
             evaluation.add_row(f"{name}, after the text", part, press=getattr(import_module("kvpress"), name))  # fmt: skip
@@ -210,15 +210,15 @@ def measure_trained(evaluations: list[Evaluation], teacher: nn.Module, streams: 
         train(model, teacher, batches, schedule, options)
         dmattn.save_scores(model, trained := folder)
         for evaluation, texts in reversed([*zip(evaluations, samples, strict=True)]):
-            add_scores(model, part, evaluation.length, trained)
+            add_scores(model, part, evaluation.tasks.length, trained)
             model.set_score_phase("hard")
             evaluation.add_row("learned, the same for each head", part, seed)
-            budgets = dmattn.divide_budget(model, texts, mean_keys=evaluation.length / part)
+            budgets = dmattn.divide_budget(model, texts, mean_keys=evaluation.tasks.length / part)
             print(budgets)
-            budgets.draw(options.output / f"budgets-{evaluation.length}-{part}-{seed}.png")
+            budgets.draw(options.output / f"budgets-{evaluation.tasks.length}-{part}-{seed}.png")
             dmattn.set_key_budgets(model, budgets)
             evaluation.add_row("learned, divided over heads", part, seed)
-            dmattn.save_scores(model, folder)  # at last with the budgets of the first length
+        dmattn.save_scores(model, folder)  # with the budgets of the first length
     if options.base_rate:
         model.set_score_phase("off")
         for evaluation in evaluations:
@@ -251,7 +251,7 @@ def run(options: argparse.Namespace) -> None:
             dmattn.remove_learned_scores(model).load_state_dict(teacher.state_dict())
         measure_trained(evaluations, teacher, training, options, seed)
     written = write_text(model, evaluations[0].tasks)
-    table = "\n\n".join(f"{e.length} tokens:\n\n{make_table(e.rows)}" for e in evaluations)
+    table = "\n\n".join(f"{e.tasks.length} tokens:\n\n{make_table(e.rows)}" for e in evaluations)
     seconds = time.perf_counter() - began
     print(f"with the small cache:\n{written}\n\n{table}\n\n{seconds:.0f} s; files in {options.output}")  # fmt: skip
     record = {name: str(value) for name, value in vars(options).items()}
