@@ -195,12 +195,12 @@ def train(form: str, seed: int, tokens: list[Tensor], o: argparse.Namespace) -> 
         print(f"{form} {seed}: step {step}, {phase}, loss {loss.item():.3f}", flush=True)
         speeds.setdefault(phase, []).append(count * o.batch * o.context / (time.perf_counter() - mark))  # fmt: skip
         if phase == "soft" and progress >= SOFT:
-            budget.follow(budget.divide(samples, o.mean_keys))
+            budget.follow(budget.divide(samples, o.mean_keys, quantile=0.99))
             budget.set_phase(phase := "hard")
             for layer in budget.layers:  # freezes scores
                 layer.scores.register_forward_hook(lambda *call: call[-1].detach())
         if phase == "hard":  # also after the last step
-            budget.follow(budget.divide(samples, o.mean_keys))
+            budget.follow(budget.divide(samples, o.mean_keys, quantile=0.99))
     record = {"form": form, "seed": seed, "steps": step} | evaluate(model, form, tokens[1], o)
     return record | {"tokens/s": ", ".join(f"{np.median(v):.0f} {n}" for n, v in speeds.items())}
 

@@ -1,8 +1,7 @@
-"""One budget of keys for all layers and heads: the loss that trains it, and its division into a threshold and caps.
+"""One budget of keys for all layers and heads: the loss that trains it, and its division into a number for each head.
 
 Heads differ: most need a few old keys, some need a thousand. With the same number for each head the first waste memory and the
-second lose what they need (docs/quality.md). A budget is one threshold for the scores of all heads, so that each head keeps what
-scores above it, and a cap for each head, which bounds its memory.
+second lose what they need (docs/quality.md). One threshold for the scores of all heads shows how many keys each head needs.
 """
 
 from __future__ import annotations
@@ -29,16 +28,17 @@ SHARE_OF_TEXT = 0.75  # the relative growth of a head's keys with the text from 
 class KeyBudgets:
     """The keys that each head of each layer keeps.
 
-    threshold: of all scores. An old key below it is hidden.
-    caps: the most old keys of each head, [layers, heads]. If more keys are above the threshold, the best stay.
+    threshold: of all scores; an old key below it is hidden. None: no score hides a key.
+    caps: the most old keys of each head, [layers, heads]. The best stay.
     recent_window, sink_tokens: every head also sees these keys, as in KeyRule.
     length: the number of tokens at which the caps were measured.
-    means: the mean number of old keys of each head above the threshold, [layers, heads], for several numbers of tokens.
+    means: the mean number of old keys of each head that are among the best of all heads, [layers, heads], for several numbers of
+        tokens.
     key_bytes: the memory of one key and its value in one head of each layer, in bytes, in all caches of a layer that runs several
         times.
     """
 
-    threshold: float
+    threshold: float | None
     caps: tuple[tuple[int, ...], ...]
     recent_window: int = 0
     sink_tokens: int = 0
@@ -76,13 +76,13 @@ class KeyBudgets:
         flat = [count for heads in slots for count in heads]
         lines = [
             f"{sum(flat) / len(flat):.0f} slots a head, from {min(flat)} to {max(flat)}; "
-            f"threshold {self.threshold:.4g}, {self.recent_window} recent keys, {self.sink_tokens} sinks"
+            f"{self.recent_window} recent keys, {self.sink_tokens} sinks"
         ]
-        if self.means:
-            kept = [count for heads in self.means[self.length] for count in heads]
-            lines[0] = (
-                f"mean {sum(kept) / len(kept) + always:.0f} keys of {self.length}; " + lines[0]
-            )
+        if self.threshold is not None:
+            lines[0] += f", threshold {self.threshold:.4g}"
+            if self.means:
+                kept = [count for heads in self.means[self.length] for count in heads]
+                lines[0] += f", mean {sum(kept) / len(kept) + always:.0f} keys of {self.length}"
         if self.key_bytes:
             sizes = list(zip(slots, self.key_bytes, strict=True))
             total = sum(sum(heads) * size for heads, size in sizes)
@@ -283,20 +283,27 @@ def divide_scores(
     recent_window: int,
     sink_tokens: int,
     *,
-    quantile: float = 0.99,
+    least: float = 0.5,
+    quantile: float | None = None,
     bound: float = 2.0,
     key_bytes: Sequence[int] = (),
 ) -> KeyBudgets:
     """Returns the division of one budget by the scores of sample texts of one length.
+
+    The scores of all layers and heads form one pool, and as many of the best pass as the budget has keys. A head's number of
+    old keys is in proportion to the mean of those that pass in it.
 
     Args:
         texts: for each text the scores of each layer, [H, S], or those of each run of a layer that runs several times. Runs
             count like texts, and the layer's caps hold for all of them.
         mean_keys: the mean number of keys of a head at length S, sinks and recent keys included.
         recent_window, sink_tokens: of the rule.
-        quantile: of a head's count over the texts, which becomes its cap.
-        bound: the largest sum of the caps, as a multiple of the budget's old keys. Above it the largest caps are lowered to one
-            number.
+        least: the least number of old keys of a head, as a share of the mean. A head without old keys loses what a text asks for
+            more rarely than the sample texts do.
+        quantile: None, or keys below the threshold are hidden, and this quantile of a head's count over the texts is its cap. A
+            head then keeps fewer keys of a text that has little to keep; `least` does not count.
+        bound: with a quantile, the largest sum of the caps, as a multiple of the budget's old keys. Above it the largest caps are
+            lowered to one number.
         key_bytes: for KeyBudgets, of a single run.
     """
     layers = []  # [texts and runs, H, S] of each layer
@@ -314,6 +321,9 @@ def divide_scores(
             f"mean_keys: got {mean_keys} for texts of {length} tokens with {recent_window} recent keys and {sink_tokens} sinks, "
             f"expected more than {always}, at most {length}"
         )
+    check_number(least, "least")
+    if not 0 <= least <= 1:
+        raise ValueError(f"least: got {least}, expected 0 to 1")
     old = [layer[:, :, sink_tokens : length - recent_window] for layer in layers]
     pool = torch.cat([scores.flatten() for scores in old])
     kept = min(len(pool), max(1, round(old_keys * (len(pool) // (length - always)))))
@@ -321,16 +331,21 @@ def divide_scores(
     is_kept = [scores >= threshold for scores in old]
     # No key above the threshold leaves without a cap, so the count at the last token is the largest of a text.
     counts = [keeps.sum(2).double() for keeps in is_kept]
-    caps = torch.cat([count.quantile(quantile, 0, interpolation="higher") for count in counts])
-    caps = _lower_largest(caps, bound * old_keys * len(caps)).long()
+    if quantile is None:
+        caps = _in_proportion(torch.cat([count.mean(0) for count in counts]), old_keys, least)
+    else:
+        caps = torch.cat([count.quantile(quantile, 0, interpolation="higher") for count in counts])
+        caps = _lower_largest(caps, bound * old_keys * len(caps))
     means = {
         part: [keeps[:, :, : part - always].sum(2).double().mean(0).tolist() for keeps in is_kept]
         for part in (length // 4, length // 2, length)
         if part > always
     }
     return KeyBudgets(
-        threshold=threshold.item(),
-        caps=tuple(tuple(layer.tolist()) for layer in caps.split([n.shape[1] for n in counts])),
+        threshold=None if quantile is None else threshold.item(),
+        caps=tuple(
+            tuple(layer.tolist()) for layer in caps.long().split([n.shape[1] for n in counts])
+        ),
         recent_window=recent_window,
         sink_tokens=sink_tokens,
         length=length,
@@ -343,6 +358,15 @@ def divide_scores(
 
 def _runs(scores: Tensor | Sequence[Tensor]) -> Sequence[Tensor]:
     return [scores] if isinstance(scores, Tensor) else scores
+
+
+def _in_proportion(needs: Tensor, mean: float, least: float) -> Tensor:
+    """Returns whole numbers of this mean in proportion to `needs`, those below a share `least` of the mean raised to it."""
+    ordered, raised = needs.sort().values, torch.arange(len(needs), dtype=torch.float64)
+    sums = ordered.flip(0).cumsum(0).flip(0)  # of the needs that are not among the `raised` least
+    factors = (len(needs) - raised * least) * mean / sums
+    factor = factors[factors * ordered >= (1 - 1e-9) * least * mean][0]
+    return (factor * needs).clamp(min=least * mean).round()
 
 
 def _lower_largest(caps: Tensor, total: float) -> Tensor:

@@ -311,8 +311,8 @@ class ScoreBudget:
 
     - `set_phase`, `set_score_phase`: phase, temperature. Only the second has the phase "off".
     - `loss`, `budget_loss`: target, per_head, sampled, mask.
-    - `divide`, `divide_budget`: texts, mean_keys, length, quantile, bound. Only the second shows its progress, and chooses the
-      phase itself.
+    - `divide`, `divide_budget`: texts, mean_keys, length, least, quantile, bound. Only the second shows its progress, and
+      chooses the phase itself.
     - `follow`, `set_key_budgets`: budgets.
 
     model: its layers have `score="gate"`, or a function that returns log gates, 0 or less.
@@ -387,7 +387,8 @@ class ScoreBudget:
         mean_keys: float = 512,
         *,
         length: int | None = None,
-        quantile: float = 0.99,
+        least: float = 0.5,
+        quantile: float | None = None,
         bound: float = 2.0,
     ) -> KeyBudgets:
         """Returns the division of a budget by the scores of sample texts, in the phase that is set.
@@ -395,7 +396,7 @@ class ScoreBudget:
         Args:
             texts: inputs of the model, each of one sequence, [1, S, ...] with S >= length; what is longer is cut.
             length: the number of tokens at which keys are counted; by default that of the shortest text.
-            mean_keys, quantile, bound: as in `budgets.divide_scores`.
+            mean_keys, least, quantile, bound: as in `budgets.divide_scores`.
         """
         rule, scores = self.layers[0].rule, []
         for text in texts_of_one_length(texts, length):
@@ -408,7 +409,7 @@ class ScoreBudget:
         sizes = (2 * layer.head_dim * layer.k_proj.weight.element_size() for layer in self.layers)
         return divide_scores(
             scores, mean_keys, rule.recent_window, rule.sink_tokens,
-            quantile=quantile, bound=bound, key_bytes=[size + BYTES_OF_SLOT for size in sizes],
+            least=least, quantile=quantile, bound=bound, key_bytes=[size + BYTES_OF_SLOT for size in sizes],
         )  # fmt: skip
 
     def follow(self, budgets: KeyBudgets) -> None:

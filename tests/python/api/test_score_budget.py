@@ -51,19 +51,21 @@ def test_soft_phase_adds_gates_of_old_keys_alone():
     torch.testing.assert_close(model(hidden), expected, atol=1e-5, rtol=1e-4)
 
 
-def test_divided_budget_shows_each_head_its_keys_and_its_cache_the_same():
+@pytest.mark.parametrize("quantile", [None, 0.99])
+def test_divided_budget_shows_each_head_its_keys_and_its_cache_the_same(quantile):
     model, hidden = make_model(), hidden_of()
     budget = ScoreBudget(model)
-    budgets = budget.divide(list(hidden_of(6).split(1)), mean_keys=15)
+    budgets = budget.divide(list(hidden_of(6).split(1)), mean_keys=15, quantile=quantile)
     budget.follow(budgets)
     assert len({cap for caps in budgets.caps for cap in caps}) > 1
+    threshold = -torch.inf if quantile is None else budgets.threshold
     query, key = torch.arange(S)[:, None], torch.arange(S)
     expected = hidden
     for layer, caps in zip(model, budgets.caps, strict=True):
         scores, keeps = layer.scores(expected), []
         for head, cap in enumerate(caps):
             old = (query - key >= RECENT) & (key >= SINKS)
-            old = old & (scores[:, head, None] >= budgets.threshold)
+            old = old & (scores[:, head, None] >= threshold)
             ranked = scores[:, head, None].expand(-1, S, -1).masked_fill(~old, -torch.inf)
             best = torch.zeros_like(old).scatter(-1, ranked.topk(cap).indices, True)
             always = (query - key < RECENT) | (key < SINKS)

@@ -230,6 +230,7 @@ CALLS_OF_SCORES = [
     # Budgets.
     ("^target: got a model without scores of a forward", lambda: budget_loss(make_scored(), 0.4)),
     ("^texts: got one of 9 tokens", divide(make_ids(B, 9), length=10)),
+    ("^least: got 1.5, expected 0 to 1", divide(make_ids(B, 40), 15, least=1.5)),
     ("^keep_window_size: got lists for 1 layers, expected 2", budgets((1, 1))),
     # Checkpoints of DMS, and presses.
     ("^config.model_type: got 'qwen2'", dms(model_type="qwen2")),

@@ -157,6 +157,17 @@ def test_divided_scores_keep_the_mean_and_bound_each_head():
     assert max(caps) < max(map(max, budgets.caps)) and min(caps) == min(map(min, budgets.caps))
 
 
+@pytest.mark.parametrize("least", [0, 0.25, 1])
+def test_numbers_of_heads_are_in_proportion_to_their_needs_above_the_least(least):
+    scores = torch.full((4, 400), -9.0)
+    for head, count in enumerate((0, 20, 100, 200)):
+        scores[head, 10 : 10 + count] = 0.0
+    budgets = divide_scores([[scores]] * 2, 100, 16, 4, least=least)
+    expected = {0: (0, 20, 100, 200), 0.25: (20, 20, 93, 187), 1: (80,) * 4}[least]
+    assert budgets.caps == (expected,)
+    assert budgets.threshold is None
+
+
 def test_heads_that_keep_a_share_of_the_text_are_named():
     scores = torch.full((2, 400), -9.0)
     scores[0, ::3] = 0.0  # a third of any text
@@ -166,10 +177,11 @@ def test_heads_that_keep_a_share_of_the_text_are_named():
     assert "1 of 2 heads keep a share of the text" in str(budgets)
 
 
-def test_model_under_its_divided_budget_equals_the_definition():
+@pytest.mark.parametrize("quantile", [None, 0.99])
+def test_model_under_its_divided_budget_equals_the_definition(quantile):
     """The memory of a layer is the sum over its heads."""
     model = make_scored()
-    budgets = divided(model)
+    budgets = divided(model, quantile=quantile)
     set_key_budgets(model, budgets)
     ids = make_ids(LENGTH)
     cache = DynamicMaskCache(model.config)

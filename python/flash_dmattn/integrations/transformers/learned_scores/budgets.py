@@ -65,7 +65,8 @@ def divide_budget(
     mean_keys: float = 512,
     *,
     length: int | None = None,
-    quantile: float = 0.99,
+    least: float = 0.5,
+    quantile: float | None = None,
     bound: float = 2.0,
     progress: bool = True,
 ) -> KeyBudgets:
@@ -76,9 +77,6 @@ def divide_budget(
         set_key_budgets(model, budgets)
         cache = DynamicMaskCache(model.config)
 
-    The scores of all layers and heads form one pool. The threshold is the score above which the mean number of keys of a head
-    is the budget; the cap of a head is a quantile of its number of keys over the texts.
-
     Args:
         model: prepared by `add_learned_scores`, on any device. Log gates are computed in the phase "soft", without sampling;
             other scores in the phase "hard" with a window as long as the text. The phase and the rules come back.
@@ -86,7 +84,7 @@ def divide_budget(
             served.
         mean_keys: the mean number of keys of a head, sinks and recent keys included.
         length: the number of tokens at which keys are counted; by default that of the shortest text.
-        quantile, bound: how caps are chosen, see `flash_dmattn.budgets.divide_scores`.
+        least, quantile, bound: how the numbers of the heads are chosen, see `flash_dmattn.budgets.divide_scores`.
         progress: whether a bar shows the texts.
 
     Raises:
@@ -107,7 +105,7 @@ def divide_budget(
     sizes = (sum(head_dims_of(layer.config)) * weight.element_size() for layer in layers)
     return divide_scores(
         scores, mean_keys, rule.recent_window, rule.sink_tokens,
-        quantile=quantile, bound=bound, key_bytes=[size + BYTES_OF_SLOT for size in sizes],
+        least=least, quantile=quantile, bound=bound, key_bytes=[size + BYTES_OF_SLOT for size in sizes],
     )  # fmt: skip
 
 
