@@ -283,7 +283,7 @@ def divide_scores(
     recent_window: int,
     sink_tokens: int,
     *,
-    least: float = 0.5,
+    least: float = 0.25,
     quantile: float | None = None,
     bound: float = 2.0,
     key_bytes: Sequence[int] = (),

@@ -387,7 +387,7 @@ class ScoreBudget:
         mean_keys: float = 512,
         *,
         length: int | None = None,
-        least: float = 0.5,
+        least: float = 0.25,
         quantile: float | None = None,
         bound: float = 2.0,
     ) -> KeyBudgets:

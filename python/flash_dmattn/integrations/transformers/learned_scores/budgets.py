@@ -65,7 +65,7 @@ def divide_budget(
     mean_keys: float = 512,
     *,
     length: int | None = None,
-    least: float = 0.5,
+    least: float = 0.25,
     quantile: float | None = None,
     bound: float = 2.0,
     progress: bool = True,
