@@ -329,23 +329,21 @@ def divide_scores(
     kept = min(len(pool), max(1, round(old_keys * (len(pool) // (length - always)))))
     threshold = pool.kthvalue(len(pool) - kept + 1).values
     is_kept = [scores >= threshold for scores in old]
-    # No key above the threshold leaves without a cap, so the count at the last token is the largest of a text.
-    counts = [keeps.sum(2).double() for keeps in is_kept]
-    if quantile is None:
-        caps = _in_proportion(torch.cat([count.mean(0) for count in counts]), old_keys, least)
-    else:
-        caps = torch.cat([count.quantile(quantile, 0, interpolation="higher") for count in counts])
-        caps = _lower_largest(caps, bound * old_keys * len(caps))
     means = {
         part: [keeps[:, :, : part - always].sum(2).double().mean(0).tolist() for keeps in is_kept]
         for part in (length // 4, length // 2, length)
         if part > always
     }
+    if quantile is None:
+        caps = _in_proportion(sum(means[length], []), old_keys, least)
+    else:
+        # No key above the threshold leaves without a cap, so the count at the last token is the largest of a text.
+        counts = [keeps.sum(2).double() for keeps in is_kept]
+        caps = torch.cat([count.quantile(quantile, 0, interpolation="higher") for count in counts])
+        caps = _lower_largest(caps, bound * old_keys * len(caps))
     return KeyBudgets(
         threshold=None if quantile is None else threshold.item(),
-        caps=tuple(
-            tuple(layer.tolist()) for layer in caps.long().split([n.shape[1] for n in counts])
-        ),
+        caps=tuple(tuple(layer.tolist()) for layer in caps.long().split([n.shape[1] for n in old])),
         recent_window=recent_window,
         sink_tokens=sink_tokens,
         length=length,
@@ -360,8 +358,9 @@ def _runs(scores: Tensor | Sequence[Tensor]) -> Sequence[Tensor]:
     return [scores] if isinstance(scores, Tensor) else scores
 
 
-def _in_proportion(needs: Tensor, mean: float, least: float) -> Tensor:
-    """Returns whole numbers of this mean in proportion to `needs`, those below a share `least` of the mean raised to it."""
+def _in_proportion(needs: list[float], mean: float, least: float) -> Tensor:
+    """Returns numbers in proportion to `needs`, with this mean before they are rounded; none is below the share `least` of it."""
+    needs = torch.tensor(needs, dtype=torch.float64)
     ordered, raised = needs.sort().values, torch.arange(len(needs), dtype=torch.float64)
     sums = ordered.flip(0).cumsum(0).flip(0)  # of the needs that are not among the `raised` least
     factors = (len(needs) - raised * least) * mean / sums
