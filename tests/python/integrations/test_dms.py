@@ -155,6 +155,18 @@ def test_slots_of_late_scores_equal_all_keys_with_padding_drafts_and_a_cap(tmp_p
         assert torch.equal(within_limit(written, rows.shape[1] + 12)[:, -12:], alone)
 
 
+def test_query_channel_under_an_adapter_of_its_projection_or_copied_by_peft_raises(tmp_path):
+    peft = pytest.importorskip("peft")
+    make_checkpoint(tmp_path, "Llama", "query")
+    for options, message in (
+        ({"target_modules": ["q_proj"]}, "q_proj: got a Linear around"),
+        ({"target_modules": ["v_proj"], "modules_to_save": ["scorer"]}, "scorer: got a copy"),
+    ):
+        model = peft.get_peft_model(load_dms(tmp_path, 16), peft.LoraConfig(**options))
+        with pytest.raises((TypeError, RuntimeError), match=message):
+            model(make_ids(LENGTH))
+
+
 def test_training_step_has_the_loss_and_gradient_of_the_definition(tmp_path):
     base, ids, target = make_base("Qwen3"), make_ids(LENGTH), 0.25
     model = add_dms_scores(make_base("Qwen3"), window_size=WINDOW)

@@ -115,6 +115,7 @@ class QueryChannel(LayerScorer):
         super().__init__()
         self.scale, self.offset = config.dms_alpha_scale, config.dms_initial_alpha_offset
         self.group = config.num_attention_heads // config.num_key_value_heads
+        self.channel = None
 
     def attach(self, layer: nn.Module) -> None:
         self.layer = (layer,)  # a tuple, so that it is no submodule
@@ -129,6 +130,11 @@ class QueryChannel(LayerScorer):
         (layer,) = self.layer
         if not uses_scores(layer):
             return None
+        if getattr(layer, "q_norm", layer.q_proj) is not module:  # an adapter adds to the query after this hook
+            raise TypeError(
+                f"q_proj: got a {type(layer.q_proj).__name__} around the projection, whose last channel decides what is evicted, "
+                "expected adapters on other layers"
+            )
         by_head = query.view(*query.shape[:2], -1, layer.head_dim).transpose(1, 2)
         self.channel = by_head[:, :: self.group, :, -1].transpose(1, 2)
         return self.clear_query(by_head).transpose(1, 2).reshape(query.shape)
@@ -140,6 +146,11 @@ class QueryChannel(LayerScorer):
 
     def forward(self, hidden: Tensor, key: Tensor, value: Tensor) -> Tensor:
         channel, self.channel = self.channel, None
+        if channel is None:
+            raise RuntimeError(
+                "scorer: got a copy without the channel of a query, expected the module that load_dms made; it has nothing to "
+                "train, so leave it out of PEFT's modules_to_save"
+            )
         return F.logsigmoid((self.offset - self.scale * channel).float()).transpose(1, 2)
 
 
