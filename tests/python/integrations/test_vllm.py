@@ -16,7 +16,8 @@ from vllm.config import CUDAGraphMode
 from vllm.v1.attention.backend import CommonAttentionMetadata
 
 from doge_generation import VOCABULARY, WINDOW, brute_force_of, greedy_tokens_by_prompt, make_model
-from flash_dmattn.integrations.transformers import save_scores
+from flash_dmattn.integrations.serving.states import states_of
+from flash_dmattn.integrations.transformers import divide_budget, save_scores, set_key_budgets
 
 LENGTHS = (1, 5, 40, 2, WINDOW, WINDOW + 1, 70, 1, 17, 33)
 NEW = 12
@@ -188,6 +189,9 @@ def test_learned_scores_equal_generate(tmp_path, family, scorer, saved):
 
     torch.manual_seed(9)
     model = make_scored(family, scorer=scorer)
+    if scorer == "hidden":  # states of layers then differ in their sizes
+        texts = torch.tensor(prompts_of((80,) * 6, VOCABULARY))
+        set_key_budgets(model, divide_budget(model, texts, mean_keys=24, progress=False))
     (make_base(family) if "beside" in saved else model).save_pretrained(tmp_path)
     if saved != "by save_pretrained":
         save_scores(model, tmp_path)
@@ -197,6 +201,10 @@ def test_learned_scores_equal_generate(tmp_path, family, scorer, saved):
     with served(tmp_path, hf_overrides=architecture) as llm:
         for prompt, (tokens,) in zip(prompts, ask(llm, prompts), strict=True):
             assert tokens == alone(prompt), len(prompt)
+        [cache] = (
+            llm.llm_engine.engine_core.engine_core.model_executor.driver_worker.model_runner.kv_caches
+        )
+        assert cache[0].nbytes == sum(s.nbytes() for s in states_of(model.config, torch.float32))
 
 
 # ---- The metadata of a step -------------------------------------------------------------------------
@@ -229,10 +237,10 @@ def builder(llm, monkeypatch):
     """Makes the metadata builder of a GPU, which captures graphs of decoding."""
     config = llm.llm_engine.vllm_config
     monkeypatch.setattr(config.compilation_config, "cudagraph_mode", CUDAGraphMode.FULL_DECODE_ONLY)
-    names = list(config.compilation_config.static_forward_context)
-    layer = config.compilation_config.static_forward_context[names[0]]
+    layers = config.compilation_config.static_forward_context
+    name, layer = next(iter(layers.items()))
     spec = layer.get_kv_cache_spec(config)
-    return layer.get_attn_backend().get_builder_cls()(spec, names, config, torch.device("cpu"))
+    return layer.get_attn_backend().get_builder_cls()(spec, [name], config, torch.device("cpu"))
 
 
 def test_graph_rows_have_a_fixed_address_and_those_of_padding_are_negative(builder):

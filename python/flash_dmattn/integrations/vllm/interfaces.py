@@ -15,7 +15,7 @@ from ..serving.states import states_of
 
 
 class HasSlots(HasInnerState, IsAttentionFree, SupportsMambaPrefixCaching):
-    """A model whose layers have slots. All layers have states of one size, and vLLM copies each state as bytes.
+    """A model whose layers have slots. A sequence has one block for all of them, which vLLM copies as bytes.
 
     It is attention-free to vLLM, which calls only a layer with a paged cache attention.
     """
@@ -23,8 +23,8 @@ class HasSlots(HasInnerState, IsAttentionFree, SupportsMambaPrefixCaching):
     @classmethod
     def get_mamba_state_shape_from_config(cls, vllm_config: VllmConfig) -> tuple[tuple[int, ...]]:
         model, parts = vllm_config.model_config, vllm_config.parallel_config.tensor_parallel_size
-        state, *_ = states_of(model.hf_text_config, model.dtype, parts)
-        return ((state.nbytes(),),)
+        states = states_of(model.hf_text_config, model.dtype, parts)
+        return ((sum(state.nbytes() for state in states),),)
 
     @classmethod
     def get_mamba_state_dtype_from_config(cls, vllm_config: VllmConfig) -> tuple[torch.dtype]:

@@ -1,4 +1,5 @@
-"""The attention of a layer in vLLM. Each sequence has one block of memory as its state, as in state-space models.
+"""The attention of a layer in vLLM. Each sequence has one block of memory as its state, as in state-space models. It holds the
+states of all layers, whose sizes differ, so that no layer is padded to the largest.
 
 vLLM gives a sequence a block when the sequence begins, and takes it back when the sequence ends, is cancelled or is
 preempted (it then begins again). vLLM copies blocks when it caches prefixes. Block 0 belongs to no sequence.
@@ -10,7 +11,7 @@ from itertools import pairwise
 
 import torch
 from torch import Tensor, nn
-from vllm.config import get_current_vllm_config
+from vllm.config import VllmConfig, get_current_vllm_config
 from vllm.forward_context import get_forward_context
 from vllm.model_executor.layers.mamba.abstract import MambaBase
 from vllm.utils.torch_utils import direct_register_custom_op
@@ -21,6 +22,7 @@ from vllm.v1.attention.backends.short_conv_attn import (
     ShortConvAttentionMetadataBuilder,
 )
 from vllm.v1.attention.backends.utils import NULL_BLOCK_ID
+from vllm.v1.kv_cache_interface import KVCacheSpec
 
 from ...generation.cache import KVSlots
 from ...generation.ragged import extend_ragged
@@ -46,7 +48,9 @@ class SlotMetadataBuilder(ShortConvAttentionMetadataBuilder):
     def __init__(self, kv_cache_spec, layer_names, vllm_config, device):
         super().__init__(kv_cache_spec, layer_names, vllm_config, device)
         context = vllm_config.compilation_config.static_forward_context
-        self._layers: list[SlotAttention] = [context[name] for name in layer_names]
+        self._layers: list[SlotAttention] = [
+            la for name in layer_names for la in context[name].group
+        ]
         most = vllm_config.scheduler_config.max_num_seqs
         self._rows = torch.empty(most, dtype=torch.int32, device=device)  # CUDA graphs read it
 
@@ -105,6 +109,11 @@ class SlotAttention(nn.Module, MambaBase):
         layers = get_current_vllm_config().compilation_config.static_forward_context
         if prefix in layers:
             raise ValueError(f"prefix: got {prefix!r}, which another layer has, expected its own")
+        others = [layer for layer in layers.values() if isinstance(layer, SlotAttention)]
+        self.group: list[SlotAttention] = (
+            others[0].group if others else []
+        )  # of the model, with a block in common
+        self.group.append(self)
         layers[prefix] = self
 
     def forward(self, query: Tensor, key: Tensor, value: Tensor, scores: Tensor) -> Tensor:
@@ -115,7 +124,10 @@ class SlotAttention(nn.Module, MambaBase):
         getattr(torch.ops.vllm, OPERATOR)(query, key, value, scores, out, self.prefix)
         return out
 
-    # ---- What vLLM asks -----------------------------------------------------------------------------
+    # ---- What vLLM asks: only the first layer has memory, of which the others take their parts ----------
+
+    def get_kv_cache_spec(self, vllm_config: VllmConfig) -> KVCacheSpec | None:
+        return super().get_kv_cache_spec(vllm_config) if self is self.group[0] else None
 
     @property
     def kv_cache(self) -> tuple[Tensor, ...]:
@@ -124,8 +136,10 @@ class SlotAttention(nn.Module, MambaBase):
     @kv_cache.setter
     def kv_cache(self, memory: tuple[Tensor, ...]) -> None:
         """Sets the memory: one tensor uint8 [blocks, bytes], whose rows are dense and any distance apart, or none."""
-        self._memory = memory
-        self.pool = self.state.pool(memory[0]) if len(memory) else None
+        self._memory, self.pool, offset = memory, None, 0
+        for layer in self.group if self is self.group[0] else ():
+            layer.pool = layer.state.pool(memory[0], offset) if len(memory) else None
+            offset += layer.state.nbytes()
 
     @property
     def mamba_type(self) -> MambaAttentionBackendEnum:
@@ -135,7 +149,7 @@ class SlotAttention(nn.Module, MambaBase):
         return SlotBackend
 
     def get_state_shape(self) -> tuple[tuple[int, ...], ...]:
-        return ((self.state.nbytes(),),)
+        return ((sum(layer.state.nbytes() for layer in self.group),),)
 
     def get_state_dtype(self) -> tuple[torch.dtype, ...]:
         return (torch.uint8,)
@@ -149,7 +163,8 @@ def _extend_slots(
     if metadata is None:  # vLLM measures the memory of a step without states
         out.zero_()
         return
-    layer, metadata = context.no_compile_layers[layer_name], metadata[layer_name]
+    layer = context.no_compile_layers[layer_name]
+    metadata = metadata[layer.group[0].prefix]
     length = metadata.length
     states = (t[:length] for t in (query, key, value))
     out[:length] = extend_ragged(
