@@ -10,6 +10,7 @@ import importlib.util
 import math
 import sys
 import time
+import warnings
 from contextlib import AbstractContextManager, nullcontext
 from pathlib import Path
 
@@ -152,7 +153,8 @@ def draw(path: Path, bits: list[float], seen: torch.Tensor, costs: dict[str, dic
     left, middle, right = figure.subplots(1, 3)
     left.plot(bits)
     left.set(xlabel="step", ylabel="bits per byte", ylim=(0, None), title="training batch")
-    middle.imshow(seen[:256, :256], cmap="Blues", interpolation="nearest")
+    n = len(seen)
+    middle.imshow(seen[-256:], cmap="Blues", interpolation="nearest", aspect="auto", extent=(0, n, n, n - 256))  # fmt: skip
     middle.set(xlabel="key", ylabel="query", title="kept keys, last layer, first head")
     for name, seconds in costs.items():
         right.loglog(seconds.keys(), seconds.values(), "o-", base=2, label=name)
@@ -166,6 +168,7 @@ def run(options: argparse.Namespace) -> None:
     if options.context > len(corpus.held_out):
         options.fail(f"--context: got {options.context}, expected at most {len(corpus.held_out)}")
     logging.set_verbosity_error()
+    warnings.simplefilter("ignore", FutureWarning)  # about the name past_key_values
     torch.manual_seed(options.seed)
     device = options.device
     model = make_model(options.context, options.window).to(device)

@@ -47,13 +47,21 @@ class KeyBudgets:
     key_bytes: tuple[int, ...] = ()
 
     def rule_arguments(self) -> dict:
-        """Returns the arguments of `add_learned_scores` for these budgets."""
+        """Returns the arguments of `add_learned_scores` for these budgets, which say nothing of `recent_competes`."""
         return {
             "keep_window_size": [list(heads) for heads in self.caps],
             "recent_window": self.recent_window,
             "sink_tokens": self.sink_tokens,
             "score_threshold": self.threshold,
         }
+
+    def check_heads(self, heads: Sequence[int]) -> None:
+        """Raises ValueError unless there are caps for as many layers, and for as many heads in each."""
+        own = [len(caps) for caps in self.caps]
+        if own != list(heads):
+            raise ValueError(
+                f"budgets: got caps for {own} heads of the layers, expected {list(heads)}"
+            )
 
     def slots(self) -> list[list[int]]:
         """Returns the most keys that each head holds, [layers, heads]."""
@@ -92,9 +100,8 @@ class KeyBudgets:
             )
         growing = self.heads_that_grow()
         if growing:
-            lines.append(
-                f"{len(growing)} of {len(flat)} heads keep a share of the text, the others a number of keys"
-            )
+            others = ", the others a number of keys" if len(growing) < len(flat) else ""
+            lines.append(f"{len(growing)} of {len(flat)} heads keep a share of the text{others}")
         return "\n".join(lines)
 
     def draw(self, path: str | PathLike) -> None:
@@ -142,6 +149,8 @@ def loss_of_records(
     records, rules: of each layer. per_head, sampled, mask: as in `ScoreBudget.loss`.
     """
     check_number(target, "target")
+    if not 0 <= target <= 1:
+        raise ValueError(f"target: got {target}, expected a share, 0 to 1")
     sampled, per_head = resolve_flag(sampled, "sampled"), resolve_flag(per_head, "per_head")
     if sampled and per_head:
         raise ValueError("sampled: got True with per_head=True, expected False")
@@ -262,6 +271,19 @@ def texts_of_one_length(texts: Sequence[Tensor], length: int | None) -> list[Ten
 
 
 @contextmanager
+def evaluating(model: nn.Module) -> Iterator[None]:
+    """Runs a model without dropout and gradients. The mode of each of its modules comes back."""
+    modes = {module: module.training for module in model.modules()}
+    model.eval()
+    try:
+        with torch.no_grad():
+            yield
+    finally:
+        for module, is_training in modes.items():
+            module.training = is_training
+
+
+@contextmanager
 def collected_scores(scorers: Sequence[nn.Module]) -> Iterator[list[list[Tensor]]]:
     """Collects for each scorer the scores [heads, S] that each of its runs makes of a single sequence, on the CPU."""
     runs: dict[nn.Module, list[Tensor]] = {scorer: [] for scorer in scorers}
@@ -275,6 +297,36 @@ def collected_scores(scorers: Sequence[nn.Module]) -> Iterator[list[list[Tensor]
     finally:
         for hook in hooks:
             hook.remove()
+
+
+def check_division(
+    length: int,
+    mean_keys: float,
+    recent_window: int,
+    sink_tokens: int,
+    least: float,
+    quantile: float | None,
+    bound: float,
+) -> None:
+    """Raises unless texts of this length can be divided by the arguments of `divide_scores`."""
+    always = recent_window + sink_tokens
+    if length <= always:
+        raise ValueError(
+            f"length: got texts of {length} tokens, expected more than {always}: {recent_window} recent keys and {sink_tokens} sinks"
+        )
+    check_number(mean_keys, "mean_keys")
+    if not always < mean_keys <= length:
+        raise ValueError(
+            f"mean_keys: got {mean_keys} for texts of {length} tokens with {recent_window} recent keys and {sink_tokens} sinks, "
+            f"expected more than {always}, at most {length}"
+        )
+    for name, share in (("least", least), ("quantile", 1 if quantile is None else quantile)):
+        check_number(share, name)
+        if not 0 <= share <= 1:
+            raise ValueError(f"{name}: got {share}, expected 0 to 1")
+    check_number(bound, "bound")
+    if not bound > 0:
+        raise ValueError(f"bound: got {bound}, expected a number above 0")
 
 
 def divide_scores(
@@ -307,6 +359,7 @@ def divide_scores(
         key_bytes: for KeyBudgets, of a single run.
     """
     layers = []  # [texts and runs, H, S] of each layer
+    always = recent_window + sink_tokens
     for number, of_layer in enumerate(zip(*texts, strict=True)):
         runs = [run for of_text in of_layer for run in _runs(of_text)]
         if not runs:
@@ -314,16 +367,10 @@ def divide_scores(
                 f"texts: got forwards without scores of layer {number}, expected scores of every layer"
             )
         layers.append(torch.stack(runs).float().cpu())
-    length, always = layers[0].shape[2], recent_window + sink_tokens
-    old_keys = mean_keys - always
-    if not 0 < old_keys <= length - always:
-        raise ValueError(
-            f"mean_keys: got {mean_keys} for texts of {length} tokens with {recent_window} recent keys and {sink_tokens} sinks, "
-            f"expected more than {always}, at most {length}"
-        )
-    check_number(least, "least")
-    if not 0 <= least <= 1:
-        raise ValueError(f"least: got {least}, expected 0 to 1")
+        if layers[-1].isnan().any():
+            raise ValueError(f"texts: got NaN among the scores of layer {number}, expected numbers")
+    length, old_keys = layers[0].shape[2], float(mean_keys) - always
+    check_division(length, mean_keys, recent_window, sink_tokens, least, quantile, bound)
     old = [layer[:, :, sink_tokens : length - recent_window] for layer in layers]
     pool = torch.cat([scores.flatten() for scores in old])
     kept = min(len(pool), max(1, round(old_keys * (len(pool) // (length - always)))))
@@ -335,7 +382,11 @@ def divide_scores(
         if part > always
     }
     if quantile is None:
-        caps = _in_proportion(sum(means[length], []), old_keys, least)
+        least = least if always else max(least, min(1, 1 / old_keys))  # one key at least
+        runs = torch.cat(
+            [torch.full(layer.shape[1:2], len(layer) / len(texts)) for layer in layers]
+        )
+        caps = _in_proportion(torch.tensor(sum(means[length], [])), runs, old_keys, least)
     else:
         # No key above the threshold leaves without a cap, so the count at the last token is the largest of a text.
         counts = [keeps.sum(2).double() for keeps in is_kept]
@@ -358,12 +409,18 @@ def _runs(scores: Tensor | Sequence[Tensor]) -> Sequence[Tensor]:
     return [scores] if isinstance(scores, Tensor) else scores
 
 
-def _in_proportion(needs: list[float], mean: float, least: float) -> Tensor:
-    """Returns numbers in proportion to `needs`, with this mean before they are rounded; none is below the share `least` of it."""
-    needs = torch.tensor(needs, dtype=torch.float64)
-    ordered, raised = needs.sort().values, torch.arange(len(needs), dtype=torch.float64)
-    sums = ordered.flip(0).cumsum(0).flip(0)  # of the needs that are not among the `raised` least
-    factors = (len(needs) - raised * least) * mean / sums
+def _in_proportion(needs: Tensor, runs: Tensor, mean: float, least: float) -> Tensor:
+    """Returns numbers in proportion to `needs`, with this mean before they are rounded; none is below the share `least` of it.
+
+    runs: how often each number counts in the mean.
+    """
+    needs, runs = needs.double(), runs.double()
+    ordered, order = needs.sort()
+    raised = (
+        runs[order].cumsum(0) - runs[order]
+    )  # counts of the smaller needs, which may be raised to the least
+    sums = (runs[order] * ordered).flip(0).cumsum(0).flip(0)  # of the others
+    factors = (runs.sum() - raised * least) * mean / sums
     factor = factors[factors * ordered >= (1 - 1e-9) * least * mean][0]
     return (factor * needs).clamp(min=least * mean).round()
 

@@ -22,9 +22,11 @@ from .budgets import (
     BYTES_OF_SLOT,
     KeyBudgets,
     SoftScores,
+    check_division,
     check_phase,
     collected_scores,
     divide_scores,
+    evaluating,
     is_sink,
     loss_of_records,
     texts_of_one_length,
@@ -398,31 +400,27 @@ class ScoreBudget:
             length: the number of tokens at which keys are counted; by default that of the shortest text.
             mean_keys, least, quantile, bound: as in `budgets.divide_scores`.
         """
-        rule, scores = self.layers[0].rule, []
-        for text in texts_of_one_length(texts, length):
-            with (
-                collected_scores([layer.scores for layer in self.layers]) as of_text,
-                torch.no_grad(),
-            ):
-                self.model(text)
-            scores.append(of_text)
+        rule, scores, texts = self.layers[0].rule, [], texts_of_one_length(texts, length)
+        always, options = (rule.recent_window, rule.sink_tokens), (least, quantile, bound)
+        check_division(texts[0].shape[1], mean_keys, *always, *options)
+        with evaluating(self.model):
+            for text in texts:
+                with collected_scores([layer.scores for layer in self.layers]) as of_text:
+                    self.model(text)
+                scores.append(of_text)
         sizes = (2 * layer.head_dim * layer.k_proj.weight.element_size() for layer in self.layers)
         return divide_scores(
-            scores, mean_keys, rule.recent_window, rule.sink_tokens,
+            scores, mean_keys, *always,
             least=least, quantile=quantile, bound=bound, key_bytes=[size + BYTES_OF_SLOT for size in sizes],
         )  # fmt: skip
 
     def follow(self, budgets: KeyBudgets) -> None:
         """Makes the rules of the layers those of the budgets."""
-        if len(budgets.caps) != len(self.layers):
-            raise ValueError(
-                f"budgets: got {len(budgets.caps)} layers, expected {len(self.layers)}"
-            )
+        budgets.check_heads([layer.heads_kv for layer in self.layers])
         rules = []
         for layer, caps in zip(self.layers, budgets.caps, strict=True):
             parts = {**budgets.rule_arguments(), "keep_window_size": caps}
             rules.append(layer.rule._replace(**parts).checked_cache_rule())
-            rules[-1].check_heads(layer.heads_kv)
         for layer, rule in zip(self.layers, rules, strict=True):
             layer.rule = rule
 

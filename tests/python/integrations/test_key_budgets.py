@@ -8,6 +8,7 @@ import torch
 
 from flash_dmattn import ScoreBudget
 from flash_dmattn.budgets import divide_scores, stochastic_gates
+from flash_dmattn.integrations._shared.config_rules import LearnedScores
 from flash_dmattn.integrations.transformers import (
     DynamicMaskCache,
     ScoreSchedule,
@@ -166,6 +167,11 @@ def test_numbers_of_heads_are_in_proportion_to_their_needs_above_the_least(least
     expected = {0: (0, 20, 100, 200), 0.25: (20, 20, 93, 187), 1: (80,) * 4}[least]
     assert budgets.caps == (expected,)
     assert budgets.threshold is None
+    without_others = divide_scores([[scores]] * 2, 2, 0, 0, least=least)
+    assert min(without_others.caps[0]) == (2 if least == 1 else 1)  # no recent keys, no sinks
+    runs = divide_scores([[[scores] * 3, scores - 1]] * 2, 100, 16, 4, least=least)
+    sums = [sum(heads) for heads in runs.slots()]
+    assert (3 * sums[0] + sums[1]) / 16 == pytest.approx(100, abs=0.5)
 
 
 def test_heads_that_keep_a_share_of_the_text_are_named():
@@ -229,11 +235,78 @@ def test_budgets_are_saved_with_the_scores(tmp_path):
     rules = [[layer.scoring.rule for layer in scored_layers(m)] for m in (model, loaded)]
     assert rules[0] == rules[1] and rules[0][0] != rules[0][1]
     assert loaded.config.learned_scores == model.config.learned_scores
+    make_scored().save_pretrained(tmp_path)
+    with pytest.warns(UserWarning, match="^folder: .* of other settings than those of its config"):
+        load_scores(make_base(), tmp_path)
 
 
-def test_division_leaves_phase_and_rules_as_they_were():
-    model, ids = make_scored(), make_ids(LENGTH)
+def test_division_leaves_phase_rules_and_modes_as_they_were():
+    model, ids, seen = make_scored().train(), make_ids(LENGTH), []
+    model.model.layers[0].eval()
+    modes = [module.training for module in model.modules()]
+    model.model.layers[1].register_forward_pre_hook(lambda m, _: seen.append(m.training))
     with torch.no_grad():
         expected = model(ids).logits
         divided(model)
         assert torch.equal(model(ids).logits, expected)
+    assert [module.training for module in model.modules()] == modes
+    assert seen == [True, *[False] * 6, True]
+
+
+def test_division_of_an_offloaded_model_equals_that_before():
+    accelerate, model = pytest.importorskip("accelerate"), make_scored()
+    expected = divided(model)
+    accelerate.cpu_offload(model, torch.device("cpu"))
+    assert divided(model) == expected
+
+
+def test_memory_of_budgets_counts_the_head_dimension_of_each_layer():
+    transformers = pytest.importorskip("transformers", "5.24")
+    config = transformers.Gemma4TextConfig(
+        vocab_size=64, hidden_size=32, intermediate_size=48, num_hidden_layers=2, num_attention_heads=4, num_key_value_heads=2,
+        head_dim=8, global_head_dim=16, num_kv_shared_layers=0, sliding_window=6, vocab_size_per_layer_input=64,
+        hidden_size_per_layer_input=8, layer_types=["sliding_attention", "full_attention"],
+    )  # fmt: skip
+    model = add_learned_scores(transformers.Gemma4ForCausalLM(config), 4, recent_window=3).eval()
+    budgets = divide_budget(model, make_ids(LENGTH, batch=4) % 64, 15, progress=False)
+    set_key_budgets(model, budgets)
+    cache = DynamicMaskCache(model.config)
+    with torch.no_grad():
+        model(make_ids(LENGTH)[:1] % 64, past_key_values=cache)
+    slots = cache.layers[1].slots
+    held = sum(t.nbytes for t in (slots.k, slots.v, slots.scores, slots.positions))
+    assert held == sum(map(sum, budgets.slots())) * budgets.key_bytes[0]
+
+
+@pytest.mark.parametrize(
+    "options, message",
+    [
+        ({"mean_keys": 5}, "mean_keys: got 5 for texts of 40 tokens"),
+        ({"least": 2}, "least: got 2, expected 0 to 1"),
+        ({"quantile": 2}, "quantile: got 2, expected 0 to 1"),
+        ({"bound": -1}, "bound: got -1, expected a number above 0"),
+        ({"length": 4}, "length: got texts of 4 tokens, expected more than 5"),
+        ({"texts": ["a text"]}, "texts: got a str, expected token ids"),
+        ({"texts": [[0.5] * 40]}, "texts: got a list, expected token ids"),
+    ],
+)
+def test_refused_divisions_name_the_argument_before_a_forward(options, message):
+    model = make_scored()
+    model.register_forward_pre_hook(lambda *_: pytest.fail("a forward ran"))
+    arguments = {"texts": make_ids(LENGTH, batch=2), "mean_keys": 15} | options
+    with pytest.raises((TypeError, ValueError), match=f"^{message}"):
+        divide_budget(model, **arguments, progress=False)
+
+
+def test_budgets_of_another_model_scores_of_nan_and_shared_numbers_are_refused():
+    model, one_head = make_scored(), divide_scores([[torch.zeros(1, 40)] * 3], 15, 3, 2)
+    with pytest.raises(ValueError, match=r"^budgets: got caps for \[1, 1, 1\] heads"):
+        set_key_budgets(model, one_head)
+    with pytest.raises(ValueError, match="^texts: got NaN among the scores of layer 0"):
+        divide_scores([[torch.full((1, 40), torch.nan)]], 15, 3, 2)
+    set_key_budgets(model, divided(model))
+    settings = LearnedScores.from_config(model.config)
+    settings = settings._replace(layers=(0,) * len(settings.layers))
+    model.config.learned_scores = settings.as_dict()
+    with pytest.raises(ValueError, match="got different rules for layers that share the number 0"):
+        DynamicMaskCache(model.config)

@@ -11,7 +11,7 @@ from transformers.configuration_utils import PretrainedConfig
 
 from ..._core.checks import check_count, resolve_flag
 from ...keys.rule import SelectionRule
-from .._shared.config_rules import LearnedScores, rules_of
+from .._shared.config_rules import CONFIG_NAME, LearnedScores, rules_of
 from .cache_layer import DynamicMaskLayer
 from .compat import CACHE, CROPS_TO_A_LENGTH, StateLayer
 from .recorded_tokens import RECORDED_TOKENS
@@ -62,12 +62,18 @@ class DynamicMaskCache(Cache):
             chunk = RECORDED_TOKENS if static else 0
         check_count(chunk, "chunk")
         self._scores, self._chunk = scores, chunk
-        rules = (
+        rules = {}  # of each number
+        for number, rule in (
             enumerate(rules_of(config))
             if scores is None
             else zip(scores.layers, scores.rules, strict=True)
-        )
-        super().__init__(layers=_layers_of(dict(rules), config, static, chunk))
+        ):
+            if rules.setdefault(number, rule) != rule:
+                raise ValueError(
+                    f"config.{CONFIG_NAME}: got different rules for layers that share the number {number}, expected one; such a model "
+                    "takes transformers' DynamicCache"
+                )
+        super().__init__(layers=_layers_of(rules, config, static, chunk))
 
     def slots_of(self, layer_idx: int) -> DynamicMaskLayer:
         """Returns the slots for a layer with scores.

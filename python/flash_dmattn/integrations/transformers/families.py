@@ -184,9 +184,15 @@ def number_of(layer: nn.Module, name: str) -> int:
     return layer.layer_idx if layer.layer_idx >= 0 else number_in_name(name)
 
 
+def config_of(layer: nn.Module) -> PretrainedConfig:
+    """Returns the config of a layer, which differs from layer to layer in Gemma 4."""
+    is_own = getattr(layer.config, "is_heterogeneous", False)
+    return layer.config.per_layer_config[layer.layer_idx] if is_own else layer.config
+
+
 def sizes_of(layer: nn.Module) -> tuple[int, int, int]:
     """Returns the number of features of the layer's input, of its key heads, and of features of all heads' values."""
-    config = layer.config
+    config = config_of(layer)
     heads = getattr(config, "num_key_value_heads", None) or config.num_attention_heads
     head_dim = getattr(layer, "v_head_dim", None) or getattr(layer, "head_dim", None)
     if head_dim is None:

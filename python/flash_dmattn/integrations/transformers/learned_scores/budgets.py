@@ -12,13 +12,16 @@ from tqdm.auto import tqdm
 from ....budgets import (
     BYTES_OF_SLOT,
     KeyBudgets,
+    check_division,
     collected_scores,
     divide_scores,
+    evaluating,
     loss_of_records,
     texts_of_one_length,
 )
 from ..._shared.config_rules import CONFIG_NAME, LearnedScores, head_dims_of, make_rules
-from ..families import sizes_of
+from ..compat import device_of
+from ..families import config_of, sizes_of
 from .add import scored_layers, set_score_phase
 from .layers import late_scores
 
@@ -78,8 +81,9 @@ def divide_budget(
         cache = DynamicMaskCache(model.config)
 
     Args:
-        model: prepared by `add_learned_scores`, on any device. Log gates are computed in the phase "soft", without sampling;
-            other scores in the phase "hard" with a window as long as the text. The phase and the rules come back.
+        model: prepared by `add_learned_scores`, on any device. Log gates, as which those of a function or module of your own count,
+            are computed in the phase "soft", without sampling; other scores in the phase "hard" with a window as long as the text.
+            The phase, the rules and the mode of training come back.
         texts: token ids, each [S] or [1, S] with S >= length; what is longer is cut. A dozen texts of the kind that will be
             served.
         mean_keys: the mean number of keys of a head, sinks and recent keys included.
@@ -89,20 +93,22 @@ def divide_budget(
 
     Raises:
         ValueError: no texts, a text shorter than length, or a budget that the rule's recent keys and sinks exceed.
+        TypeError: texts that are no token ids.
     """
-    texts = [torch.as_tensor(text) for text in texts]
-    texts = texts_of_one_length([t[None] if t.dim() == 1 else t for t in texts], length)
-    layers = scored_layers(model)
-    rule, weight = layers[0].scoring.rule, next(model.parameters())
-    scores = []
-    with _all_keys_visible(model, layers, texts[0].shape[1]), torch.no_grad():
+    texts = texts_of_one_length(list(map(_token_ids, texts)), length)
+    layers, scores = scored_layers(model), []
+    rule, bytes_of_channel = layers[0].scoring.rule, next(model.parameters()).element_size()
+    check_division(
+        texts[0].shape[1], mean_keys, rule.recent_window, rule.sink_tokens, least, quantile, bound
+    )
+    with _all_keys_visible(model, layers, texts[0].shape[1]), evaluating(model):
         for text in tqdm(texts, desc="dividing the budget", disable=not progress):
             with collected_scores([layer.scorer for layer in layers]) as of_text:
-                model(input_ids=text.to(weight.device), use_cache=False)
+                model(input_ids=text.to(device_of(model)), use_cache=False)
             if layers[0].scoring.late:
                 of_text = [[late_scores(run) for run in runs] for runs in of_text]
             scores.append(of_text)
-    sizes = (sum(head_dims_of(layer.config)) * weight.element_size() for layer in layers)
+    sizes = (sum(head_dims_of(config_of(layer))) * bytes_of_channel for layer in layers)
     return divide_scores(
         scores, mean_keys, rule.recent_window, rule.sink_tokens,
         least=least, quantile=quantile, bound=bound, key_bytes=[size + BYTES_OF_SLOT for size in sizes],
@@ -114,17 +120,29 @@ def set_key_budgets(model: nn.Module, budgets: KeyBudgets) -> nn.Module:
 
     Returns the same model. Raises ValueError if the budgets are those of another number of layers or heads.
     """
+    if not isinstance(budgets, KeyBudgets):
+        raise TypeError(f"budgets: got {type(budgets).__name__}, expected KeyBudgets")
     layers = scored_layers(model)
+    budgets.check_heads([sizes_of(layer)[1] for layer in layers])
     stored = LearnedScores.from_config(layers[0].config)
     parts = budgets.rule_arguments() | {"recent_competes": layers[0].scoring.rule.recent_competes}
     rules = make_rules(len(layers), parts.pop("keep_window_size"), parts)
-    for layer, rule in zip(layers, rules, strict=True):
-        rule.check_heads(sizes_of(layer)[1])
     stored = stored._replace(rules=rules).as_dict()
     for layer, rule in zip(layers, rules, strict=True):
         layer.scoring.rule = rule
         setattr(layer.config, CONFIG_NAME, stored)
     return model
+
+
+def _token_ids(text: object) -> Tensor:
+    """Returns ids [1, S] of what torch makes a tensor of integers of."""
+    try:
+        ids = torch.as_tensor(text)
+    except (TypeError, ValueError, RuntimeError):
+        ids = None
+    if ids is None or ids.is_floating_point() or ids.dtype == torch.bool or ids.dim() == 0:
+        raise TypeError(f"texts: got a {type(text).__name__}, expected token ids, [S] or [1, S]")
+    return ids.long() if ids.dim() > 1 else ids.long()[None]
 
 
 @contextmanager

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import json
 import uuid
+import warnings
 from collections.abc import Iterable, Sequence
 from os import PathLike
 from pathlib import Path
@@ -64,6 +65,7 @@ def load_scores(model: nn.Module, folder: str | Path, scorer: Scorer | None = No
     """Gives a model the scorers that `save_scores` or `save_pretrained` has written.
 
     model: a model with the same layers. If it has no scores, they are added by the rule in the folder.
+    folder: of either function. In a folder of both, what `save_scores` wrote is loaded; a warning names other settings.
     scorer: the function or module that `add_learned_scores` got. The folder has only its parameters.
 
     Returns the same model. Raises FileNotFoundError if the folder has no such file, and ValueError if the file is
@@ -202,14 +204,20 @@ def _read_scores(folder: Path) -> tuple[dict, dict[str, dict[str, Tensor]], bool
     """Returns the settings, the parameters of each layer's scorer, and whether the layers have their names in a model, or else
     `_keys`."""
     config = folder / "config.json"
+    stored = _settings_of_config(_read_json(config)) if config.exists() else None
     if (folder / _RULE).exists():
         if not (folder / _TENSORS).exists():
             raise FileNotFoundError(
                 f"folder: got {folder} with {_RULE} but without {_TENSORS}, expected both files of save_scores"
             )
+        own = _read_json(folder / _RULE)
+        if stored is not None and any(own.get(name) != part for name, part in stored.items()):
+            warnings.warn(
+                f"folder: got {folder} with a {_RULE} of other settings than those of its config.json; those of {_RULE} are loaded",
+                stacklevel=3,
+            )
         tensors = _tensors_by_layer([folder / _TENSORS], ".")
-        return _checked_settings(_read_json(folder / _RULE), folder / _RULE), tensors, False
-    stored = _settings_of_config(_read_json(config)) if config.exists() else None
+        return _checked_settings(own, folder / _RULE), tensors, False
     if stored is None:
         kind = "" if folder.is_dir() else ", which is not a folder,"
         raise FileNotFoundError(
