@@ -383,10 +383,9 @@ def divide_scores(
     }
     if quantile is None:
         least = least if always else max(least, min(1, 1 / old_keys))  # one key at least
-        runs = torch.cat(
-            [torch.full(layer.shape[1:2], len(layer) / len(texts)) for layer in layers]
-        )
-        caps = _in_proportion(torch.tensor(sum(means[length], [])), runs, old_keys, least)
+        needs = torch.tensor(sum(means[length], []), dtype=torch.float64)
+        runs = torch.cat([torch.full_like(n[0, :, 0], len(n) / len(texts)) for n in layers])
+        caps = _in_proportion(needs, runs, old_keys, least)
     else:
         # No key above the threshold leaves without a cap, so the count at the last token is the largest of a text.
         counts = [keeps.sum(2).double() for keeps in is_kept]
@@ -414,12 +413,10 @@ def _in_proportion(needs: Tensor, runs: Tensor, mean: float, least: float) -> Te
 
     runs: how often each number counts in the mean.
     """
-    needs, runs = needs.double(), runs.double()
     ordered, order = needs.sort()
-    raised = (
-        runs[order].cumsum(0) - runs[order]
-    )  # counts of the smaller needs, which may be raised to the least
-    sums = (runs[order] * ordered).flip(0).cumsum(0).flip(0)  # of the others
+    counts = runs[order].double()
+    raised = counts.cumsum(0) - counts  # of the smaller needs, which may be raised to the least
+    sums = (counts * ordered).flip(0).cumsum(0).flip(0)  # of the others
     factors = (runs.sum() - raised * least) * mean / sums
     factor = factors[factors * ordered >= (1 - 1e-9) * least * mean][0]
     return (factor * needs).clamp(min=least * mean).round()

@@ -48,9 +48,7 @@ class SlotMetadataBuilder(ShortConvAttentionMetadataBuilder):
     def __init__(self, kv_cache_spec, layer_names, vllm_config, device):
         super().__init__(kv_cache_spec, layer_names, vllm_config, device)
         context = vllm_config.compilation_config.static_forward_context
-        self._layers: list[SlotAttention] = [
-            la for name in layer_names for la in context[name].group
-        ]
+        self._layers = [layer for name in layer_names for layer in context[name].group]
         most = vllm_config.scheduler_config.max_num_seqs
         self._rows = torch.empty(most, dtype=torch.int32, device=device)  # CUDA graphs read it
 
@@ -110,9 +108,8 @@ class SlotAttention(nn.Module, MambaBase):
         if prefix in layers:
             raise ValueError(f"prefix: got {prefix!r}, which another layer has, expected its own")
         others = [layer for layer in layers.values() if isinstance(layer, SlotAttention)]
-        self.group: list[SlotAttention] = (
-            others[0].group if others else []
-        )  # of the model, with a block in common
+        # The layers of the model, which share a block of memory.
+        self.group: list[SlotAttention] = others[0].group if others else []
         self.group.append(self)
         layers[prefix] = self
 

@@ -130,9 +130,8 @@ class QueryChannel(LayerScorer):
         (layer,) = self.layer
         if not uses_scores(layer):
             return None
-        if (
-            getattr(layer, "q_norm", layer.q_proj) is not module
-        ):  # an adapter adds to the query after this hook
+        if module is not getattr(layer, "q_norm", layer.q_proj):
+            # An adapter adds to the query after this hook.
             raise TypeError(
                 f"q_proj: got a {type(layer.q_proj).__name__} around the projection, whose last channel decides what is evicted, "
                 "expected adapters on other layers"
