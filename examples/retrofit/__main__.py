@@ -113,7 +113,7 @@ class Evaluation:
         keys, size, read, wrote = zip(*costs, strict=True)
         row = {"method": method, "kept": f"1/{part}", "seed": seed, "length": self.tasks.length, "keys a head": fmean(keys), "MiB": fmean(size)}  # fmt: skip
         self.rows.append(row | {"prefill tokens/s": max(read), "decode tokens/s": max(wrote)} | losses | answers)  # fmt: skip
-        print(*(f"{v:.3f}" if isinstance(v, float) else v for v in self.rows[-1].values()))
+        print(", ".join(f"{k} {v:.3f}" if isinstance(v, float) else f"{v}" for k, v in self.rows[-1].items()))  # fmt: skip
 
     def _losses(self) -> dict[str, float]:
         """Returns the mean loss of a token in each of the last three octaves of positions."""
