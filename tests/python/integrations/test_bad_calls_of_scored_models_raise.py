@@ -54,7 +54,7 @@ WRONG_OPTIONS = [
     (r"^scorer: got a function of .*expected one of \(hidden, key, value\)", {"scorer": torch.nn.Linear(4, 2)}),
     ("^first_logit: got nan, expected a number within", {"first_logit": math.nan}),
     ("^keep_window_size: got 3 sizes, expected one, or 2: one for each key head", {"keep_window_size": [1, 2, 3]}),
-    (r"^budgets: got caps for \[2\] heads of the layers, expected \[2, 2\]", {"keep_window_size": [[1, 1]], "recent_window": 1}),
+    ("^keep_window_size: got lists for 1 layers, expected 2", {"keep_window_size": [[1, 1]], "recent_window": 1}),
     ("^attention: got 'LlamaAttention', expected a class", {"attention": "LlamaAttention"}),
     ("^model: got a .*none has a class that attention names.*GRU", {"attention": torch.nn.GRU}),
 ]  # fmt: skip
@@ -232,6 +232,7 @@ CALLS_OF_SCORES = [
     ("^texts: got one of 9 tokens", divide(make_ids(B, 9), length=10)),
     ("^least: got 1.5, expected 0 to 1", divide(make_ids(B, 40), 15, least=1.5)),
     (r"^budgets: got caps for \[2\] heads of the layers, expected \[2, 2\]", budgets((1, 1))),
+    (r"^budgets: got caps for \[1, 1\] heads of the layers, expected \[2, 2\]", budgets((1,), (1,))),
     # Checkpoints of DMS, and presses.
     ("^config.model_type: got 'qwen2'", dms(model_type="qwen2")),
     ("^config.dms_disable_eviction: got True", dms(dms_disable_eviction=True)),

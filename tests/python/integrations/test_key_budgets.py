@@ -282,7 +282,6 @@ def test_memory_of_budgets_counts_the_head_dimension_of_each_layer():
     "options, message",
     [
         ({"mean_keys": 5}, "mean_keys: got 5 for texts of 40 tokens"),
-        ({"least": 2}, "least: got 2, expected 0 to 1"),
         ({"quantile": 2}, "quantile: got 2, expected 0 to 1"),
         ({"bound": -1}, "bound: got -1, expected a number above 0"),
         ({"length": 4}, "length: got texts of 4 tokens, expected more than 5"),
@@ -298,10 +297,8 @@ def test_refused_divisions_name_the_argument_before_a_forward(options, message):
         divide_budget(model, **arguments, progress=False)
 
 
-def test_budgets_of_another_model_scores_of_nan_and_shared_numbers_are_refused():
-    model, one_head = make_scored(), divide_scores([[torch.zeros(1, 40)] * 3], 15, 3, 2)
-    with pytest.raises(ValueError, match=r"^budgets: got caps for \[1, 1, 1\] heads"):
-        set_key_budgets(model, one_head)
+def test_scores_of_nan_and_rules_that_differ_under_one_number_are_refused():
+    model = make_scored()
     with pytest.raises(ValueError, match="^texts: got NaN among the scores of layer 0"):
         divide_scores([[torch.full((1, 40), torch.nan)]], 15, 3, 2)
     set_key_budgets(model, divided(model))
