@@ -154,7 +154,7 @@ def draw(path: Path, bits: list[float], seen: torch.Tensor, costs: dict[str, dic
     left.plot(bits)
     left.set(xlabel="step", ylabel="bits per byte", ylim=(0, None), title="training batch")
     n = len(seen)
-    middle.imshow(seen[-256:], cmap="Blues", interpolation="nearest", aspect="auto", extent=(0, n, n, n - 256))  # fmt: skip
+    middle.imshow(seen[-256:], cmap="Blues", interpolation="nearest", aspect="auto", extent=(0, n, n, max(0, n - 256)))  # fmt: skip
     middle.set(xlabel="key", ylabel="query", title="kept keys, last layer, first head")
     for name, seconds in costs.items():
         right.loglog(seconds.keys(), seconds.values(), "o-", base=2, label=name)

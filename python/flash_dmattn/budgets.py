@@ -55,14 +55,6 @@ class KeyBudgets:
             "score_threshold": self.threshold,
         }
 
-    def check_heads(self, heads: Sequence[int]) -> None:
-        """Raises ValueError unless there are caps for as many layers, and for as many heads in each."""
-        own = [len(caps) for caps in self.caps]
-        if own != list(heads):
-            raise ValueError(
-                f"budgets: got caps for {own} heads of the layers, expected {list(heads)}"
-            )
-
     def slots(self) -> list[list[int]]:
         """Returns the most keys that each head holds, [layers, heads]."""
         always = self.recent_window + self.sink_tokens
@@ -121,6 +113,15 @@ class KeyBudgets:
         image = axes.imshow(rows, norm=LogNorm(1), aspect="auto", interpolation="none")
         figure.colorbar(image, ax=axes, label="keys")
         figure.savefig(path)
+
+
+def check_budgets(budgets: object, heads: Sequence[int]) -> None:
+    """Raises unless `budgets` has caps for as many layers as `heads`, and for as many heads in each."""
+    if not isinstance(budgets, KeyBudgets):
+        raise TypeError(f"budgets: got {type(budgets).__name__}, expected KeyBudgets")
+    own = [len(caps) if isinstance(caps, Sequence) else caps for caps in budgets.caps]
+    if own != list(heads):
+        raise ValueError(f"budgets: got caps for {own} heads of the layers, expected {list(heads)}")
 
 
 def check_phase(phase: str, phases: Sequence[str], temperature: float | None) -> None:
@@ -315,10 +316,10 @@ def check_division(
             f"length: got texts of {length} tokens, expected more than {always}: {recent_window} recent keys and {sink_tokens} sinks"
         )
     check_number(mean_keys, "mean_keys")
-    if not always < mean_keys <= length:
+    if not always < mean_keys <= length or mean_keys < 1:
         raise ValueError(
             f"mean_keys: got {mean_keys} for texts of {length} tokens with {recent_window} recent keys and {sink_tokens} sinks, "
-            f"expected more than {always}, at most {length}"
+            f"expected {'more than ' if always else ''}{always or 1}, at most {length}"
         )
     for name, share in (("least", least), ("quantile", 1 if quantile is None else quantile)):
         check_number(share, name)
@@ -369,28 +370,33 @@ def divide_scores(
         layers.append(torch.stack(runs).float().cpu())
         if layers[-1].isnan().any():
             raise ValueError(f"texts: got NaN among the scores of layer {number}, expected numbers")
-    length, old_keys = layers[0].shape[2], float(mean_keys) - always
+    length = layers[0].shape[2]
     check_division(length, mean_keys, recent_window, sink_tokens, least, quantile, bound)
+    old_keys = float(mean_keys) - always
     old = [layer[:, :, sink_tokens : length - recent_window] for layer in layers]
     pool = torch.cat([scores.flatten() for scores in old])
     kept = min(len(pool), max(1, round(old_keys * (len(pool) // (length - always)))))
     threshold = pool.kthvalue(len(pool) - kept + 1).values
     is_kept = [scores >= threshold for scores in old]
+    of_layers = [
+        torch.full((n.shape[1],), len(n) / len(texts), dtype=torch.float64) for n in layers
+    ]
+    runs = torch.cat(of_layers)  # how often a model runs each head for a text
     means = {
         part: [keeps[:, :, : part - always].sum(2).double().mean(0).tolist() for keeps in is_kept]
         for part in (length // 4, length // 2, length)
         if part > always
     }
     if quantile is None:
-        least = least if always else max(least, min(1, 1 / old_keys))  # one key at least
         needs = torch.tensor(sum(means[length], []), dtype=torch.float64)
-        runs = torch.cat([torch.full_like(n[0, :, 0], len(n) / len(texts)) for n in layers])
         caps = _in_proportion(needs, runs, old_keys, least)
     else:
         # No key above the threshold leaves without a cap, so the count at the last token is the largest of a text.
         counts = [keeps.sum(2).double() for keeps in is_kept]
         caps = torch.cat([count.quantile(quantile, 0, interpolation="higher") for count in counts])
-        caps = _lower_largest(caps, bound * old_keys * len(caps))
+        caps = _lower_largest(caps, runs, bound * old_keys * runs.sum().item())
+    if not always:
+        caps = caps.clamp(min=1)  # a head sees no other keys
     return KeyBudgets(
         threshold=None if quantile is None else threshold.item(),
         caps=tuple(tuple(layer.tolist()) for layer in caps.long().split([n.shape[1] for n in old])),
@@ -414,20 +420,21 @@ def _in_proportion(needs: Tensor, runs: Tensor, mean: float, least: float) -> Te
     runs: how often each number counts in the mean.
     """
     ordered, order = needs.sort()
-    counts = runs[order].double()
+    counts = runs[order]
     raised = counts.cumsum(0) - counts  # of the smaller needs, which may be raised to the least
     sums = (counts * ordered).flip(0).cumsum(0).flip(0)  # of the others
-    factors = (runs.sum() - raised * least) * mean / sums
+    factors = (counts.sum() - raised * least) * mean / sums
     factor = factors[factors * ordered >= (1 - 1e-9) * least * mean][0]
     return (factor * needs).clamp(min=least * mean).round()
 
 
-def _lower_largest(caps: Tensor, total: float) -> Tensor:
-    """Lowers the largest numbers to one level, so that the sum is at most `total`."""
-    if caps.sum() <= total:
+def _lower_largest(caps: Tensor, runs: Tensor, total: float) -> Tensor:
+    """Lowers the largest numbers to one level, so that the sum is at most `total`. runs: how often each counts in it."""
+    if (runs * caps).sum() <= total:
         return caps
-    ordered = caps.sort().values
-    before = ordered.cumsum(0) - ordered  # the sum of the smaller numbers
-    above = torch.arange(len(caps), 0, -1)
+    ordered, order = caps.sort()
+    parts = runs[order] * ordered
+    before = parts.cumsum(0) - parts  # the sum of the smaller numbers
+    above = runs[order].flip(0).cumsum(0).flip(0)
     level = ((total - before) / above)[(total - before) / above <= ordered][0]
     return caps.clamp(max=level.floor())

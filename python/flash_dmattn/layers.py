@@ -22,6 +22,7 @@ from .budgets import (
     BYTES_OF_SLOT,
     KeyBudgets,
     SoftScores,
+    check_budgets,
     check_division,
     check_phase,
     collected_scores,
@@ -416,7 +417,7 @@ class ScoreBudget:
 
     def follow(self, budgets: KeyBudgets) -> None:
         """Makes the rules of the layers those of the budgets."""
-        budgets.check_heads([layer.heads_kv for layer in self.layers])
+        check_budgets(budgets, [layer.heads_kv for layer in self.layers])
         rules = []
         for layer, caps in zip(self.layers, budgets.caps, strict=True):
             parts = {**budgets.rule_arguments(), "keep_window_size": caps}

@@ -28,6 +28,7 @@ from ...generation.cache import KVSlots
 from ...generation.ragged import extend_ragged
 from ...generation.ragged_batch import RaggedBatch, copy_to_device
 from ..serving.states import SlotState
+from .interfaces import PARTS, parts_of_block
 from .settings import OPERATOR
 
 
@@ -132,10 +133,14 @@ class SlotAttention(nn.Module, MambaBase):
 
     @kv_cache.setter
     def kv_cache(self, memory: tuple[Tensor, ...]) -> None:
-        """Sets the memory: one tensor uint8 [blocks, bytes], whose rows are dense and any distance apart, or none."""
+        """Sets the memory: the parts of each block, uint8 [blocks, bytes], one after the other, or none. Blocks are any distance
+        apart."""
         self._memory, self.pool, offset = memory, None, 0
+        if len(memory):
+            first, size = memory[0], sum(part.shape[1] for part in memory)
+            blocks = first.as_strided((len(first), size), (first.stride(0), 1))
         for layer in self.group if self is self.group[0] else ():
-            layer.pool = layer.state.pool(memory[0], offset) if len(memory) else None
+            layer.pool = layer.state.pool(blocks, offset) if len(memory) else None
             offset += layer.state.nbytes()
 
     @property
@@ -146,10 +151,10 @@ class SlotAttention(nn.Module, MambaBase):
         return SlotBackend
 
     def get_state_shape(self) -> tuple[tuple[int, ...], ...]:
-        return ((sum(layer.state.nbytes() for layer in self.group),),)
+        return parts_of_block([layer.state for layer in self.group])
 
     def get_state_dtype(self) -> tuple[torch.dtype, ...]:
-        return (torch.uint8,)
+        return (torch.uint8,) * PARTS
 
 
 def _extend_slots(

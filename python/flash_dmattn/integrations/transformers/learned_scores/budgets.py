@@ -12,6 +12,7 @@ from tqdm.auto import tqdm
 from ....budgets import (
     BYTES_OF_SLOT,
     KeyBudgets,
+    check_budgets,
     check_division,
     collected_scores,
     divide_scores,
@@ -120,10 +121,8 @@ def set_key_budgets(model: nn.Module, budgets: KeyBudgets) -> nn.Module:
 
     Returns the same model. Raises ValueError if the budgets are those of another number of layers or heads.
     """
-    if not isinstance(budgets, KeyBudgets):
-        raise TypeError(f"budgets: got {type(budgets).__name__}, expected KeyBudgets")
     layers = scored_layers(model)
-    budgets.check_heads([sizes_of(layer)[1] for layer in layers])
+    check_budgets(budgets, [sizes_of(layer)[1] for layer in layers])
     stored = LearnedScores.from_config(layers[0].config)
     parts = budgets.rule_arguments() | {"recent_competes": layers[0].scoring.rule.recent_competes}
     rules = make_rules(len(layers), parts.pop("keep_window_size"), parts)
@@ -140,7 +139,13 @@ def _token_ids(text: object) -> Tensor:
         ids = torch.as_tensor(text)
     except (TypeError, ValueError, RuntimeError):
         ids = None
-    if ids is None or ids.is_floating_point() or ids.dtype == torch.bool or ids.dim() == 0:
+    if (
+        ids is None
+        or ids.is_floating_point()
+        or ids.is_complex()
+        or ids.dtype == torch.bool
+        or ids.dim() == 0
+    ):
         raise TypeError(f"texts: got a {type(text).__name__}, expected token ids, [S] or [1, S]")
     return ids.long() if ids.dim() > 1 else ids.long()[None]
 
