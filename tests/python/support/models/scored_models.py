@@ -51,6 +51,7 @@ RULES = {
     "all": {"keep_window_size": 4, "recent_window": 3, "sink_tokens": 2},
     "competing": {"keep_window_size": 4, "recent_window": 3, "recent_competes": True},
     "heads": {"keep_window_size": [3, 6], "recent_window": 2},
+    "divided": {"keep_window_size": [[3, 6], [0, 9]], "recent_window": 3, "sink_tokens": 2},
     "threshold": {"score_threshold": -0.7, "recent_window": 3},
     "streaming": {"keep_window_size": 0, "recent_window": 5, "sink_tokens": 2},
 }
