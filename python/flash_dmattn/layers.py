@@ -402,8 +402,9 @@ class ScoreBudget:
             mean_keys, least, quantile, bound: as in `budgets.divide_scores`.
         """
         rule, scores, texts = self.layers[0].rule, [], texts_of_one_length(texts, length)
-        always, options = (rule.recent_window, rule.sink_tokens), (least, quantile, bound)
-        check_division(texts[0].shape[1], mean_keys, *always, *options)
+        budget = mean_keys, rule.recent_window, rule.sink_tokens
+        options = {"least": least, "quantile": quantile, "bound": bound}
+        check_division(texts[0].shape[1], *budget, **options)
         with evaluating(self.model):
             for text in texts:
                 with collected_scores([layer.scores for layer in self.layers]) as of_text:
@@ -411,9 +412,8 @@ class ScoreBudget:
                 scores.append(of_text)
         sizes = (2 * layer.head_dim * layer.k_proj.weight.element_size() for layer in self.layers)
         return divide_scores(
-            scores, mean_keys, *always,
-            least=least, quantile=quantile, bound=bound, key_bytes=[size + BYTES_OF_SLOT for size in sizes],
-        )  # fmt: skip
+            scores, *budget, **options, key_bytes=[size + BYTES_OF_SLOT for size in sizes]
+        )
 
     def follow(self, budgets: KeyBudgets) -> None:
         """Makes the rules of the layers those of the budgets."""

@@ -107,7 +107,6 @@ def time_of_token(
             layer.slots.tensors if hasattr(layer, "slots") else (layer.keys, layer.values)
         )
     )
-    storages = {
-        s.data_ptr(): s.nbytes() for s in map(torch.Tensor.untyped_storage, tensors)
-    }  # some hold several
+    # Several tensors may share a storage.
+    storages = {s.data_ptr(): s.nbytes() for s in map(torch.Tensor.untyped_storage, tensors)}
     return {"token": ms}, {"cache MiB": sum(storages.values()) / 2**20, "rounds": rounds.count}

@@ -6,6 +6,7 @@ import torch
 from torch import Tensor, nn
 from transformers import Trainer
 
+from ...budgets import evaluating
 from .compat import CHECKPOINTS_REENTRANT
 from .learned_scores.add import set_score_phase
 from .learned_scores.budgets import budget_loss
@@ -55,12 +56,9 @@ class ScoreTrainer(Trainer):
         phase = self.schedule.phase(progress)
         unlabelled = {name: value for name, value in inputs.items() if name != "labels"}
         if self.distils:
-            trains = model.training
-            with torch.no_grad():
-                set_score_phase(base, "off")
-                expected = (self.teacher or model.eval())(**unlabelled).logits  # without dropout
-            if self.teacher is None:
-                model.train(trains)
+            set_score_phase(base, "off")
+            with evaluating(teacher := self.teacher or model):
+                expected = teacher(**unlabelled).logits
         set_score_phase(base, phase, self.schedule.temperature if phase == "soft" else None)
         outputs = model(**(unlabelled if self.distils else inputs))
         loss = outputs.loss

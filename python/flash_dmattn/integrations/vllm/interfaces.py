@@ -36,7 +36,7 @@ class HasSlots(HasInnerState, IsAttentionFree, SupportsMambaPrefixCaching):
         return parts_of_block(states_of(model.hf_text_config, model.dtype, parts))
 
     @classmethod
-    def get_mamba_state_dtype_from_config(cls, vllm_config: VllmConfig) -> tuple[torch.dtype]:
+    def get_mamba_state_dtype_from_config(cls, vllm_config: VllmConfig) -> tuple[torch.dtype, ...]:
         return (torch.uint8,) * PARTS
 
     @classmethod

@@ -99,9 +99,9 @@ def divide_budget(
     texts = texts_of_one_length(list(map(_token_ids, texts)), length)
     layers, scores = scored_layers(model), []
     rule, bytes_of_channel = layers[0].scoring.rule, next(model.parameters()).element_size()
-    check_division(
-        texts[0].shape[1], mean_keys, rule.recent_window, rule.sink_tokens, least, quantile, bound
-    )
+    budget = mean_keys, rule.recent_window, rule.sink_tokens
+    options = {"least": least, "quantile": quantile, "bound": bound}
+    check_division(texts[0].shape[1], *budget, **options)
     with _all_keys_visible(model, layers, texts[0].shape[1]), evaluating(model):
         for text in tqdm(texts, desc="dividing the budget", disable=not progress):
             with collected_scores([layer.scorer for layer in layers]) as of_text:
@@ -111,9 +111,8 @@ def divide_budget(
             scores.append(of_text)
     sizes = (sum(head_dims_of(config_of(layer))) * bytes_of_channel for layer in layers)
     return divide_scores(
-        scores, mean_keys, rule.recent_window, rule.sink_tokens,
-        least=least, quantile=quantile, bound=bound, key_bytes=[size + BYTES_OF_SLOT for size in sizes],
-    )  # fmt: skip
+        scores, *budget, **options, key_bytes=[size + BYTES_OF_SLOT for size in sizes]
+    )
 
 
 def set_key_budgets(model: nn.Module, budgets: KeyBudgets) -> nn.Module:
@@ -137,15 +136,10 @@ def _token_ids(text: object) -> Tensor:
     """Returns ids [1, S] of what torch makes a tensor of integers of."""
     try:
         ids = torch.as_tensor(text)
+        torch.iinfo(ids.dtype)  # raises unless it is a dtype of integers
     except (TypeError, ValueError, RuntimeError):
         ids = None
-    if (
-        ids is None
-        or ids.is_floating_point()
-        or ids.is_complex()
-        or ids.dtype == torch.bool
-        or ids.dim() == 0
-    ):
+    if ids is None or ids.dim() == 0:
         raise TypeError(f"texts: got a {type(text).__name__}, expected token ids, [S] or [1, S]")
     return ids.long() if ids.dim() > 1 else ids.long()[None]
 

@@ -204,21 +204,20 @@ def _read_scores(folder: Path) -> tuple[dict, dict[str, dict[str, Tensor]], bool
     """Returns the settings, the parameters of each layer's scorer, and whether the layers have their names in a model, or else
     `_keys`."""
     config = folder / "config.json"
+    stored = _settings_of_config(_read_json(config)) if config.exists() else None
     if (folder / _RULE).exists():
         if not (folder / _TENSORS).exists():
             raise FileNotFoundError(
                 f"folder: got {folder} with {_RULE} but without {_TENSORS}, expected both files of save_scores"
             )
         own = _checked_settings(_read_json(folder / _RULE), folder / _RULE)
-        other = _settings_of_config(_read_json(config)) if config.exists() else None
-        if other is not None and LearnedScores.from_dict(other) != LearnedScores.from_dict(own):
+        if stored and LearnedScores.from_dict(stored) != LearnedScores.from_dict(own):
             warnings.warn(
                 f"folder: got {folder} with a {_RULE} of other settings than those of its config.json; those of {_RULE} are loaded",
                 stacklevel=3,
             )
         tensors = _tensors_by_layer([folder / _TENSORS], ".")
         return own, tensors, False
-    stored = _settings_of_config(_read_json(config)) if config.exists() else None
     if stored is None:
         kind = "" if folder.is_dir() else ", which is not a folder,"
         raise FileNotFoundError(
