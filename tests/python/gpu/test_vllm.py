@@ -5,11 +5,18 @@ import pytest
 import torch
 
 from vllm_engine import served  # isort: skip: the first, as it skips without vLLM
-from transformers import DogeForCausalLM
+from transformers import DogeForCausalLM, LlamaForCausalLM
 from vllm import SamplingParams
 
 import flash_dmattn.integrations.vllm.slots as slots
-from doge_generation import VOCABULARY, brute_force_of, make_model
+from doge_generation import (
+    VOCABULARY,
+    brute_force_of,
+    keep_recent_of_equal_scores,
+    make_model,
+)
+from flash_dmattn.integrations.transformers import divide_budget, load_scores, set_key_budgets
+from scored_models import make_scored
 
 WINDOW, NEW = 64, 24
 LENGTHS = (1, 5, 40, 2, WINDOW, WINDOW + 1, 200, 1, 17, 300)
@@ -45,29 +52,61 @@ def mean_gap(exact, prompts, answers):
     return torch.cat(gaps).mean().item()
 
 
-@pytest.fixture(scope="module")
-def doge(tmp_path_factory):
-    """Returns a folder with a Doge in bf16, the model with eager attention in float32, prompts, and a bound on the gap.
+SIZES = {"hidden_size": 256, "intermediate_size": 384, "max_position_embeddings": 1024}
 
-    The bound comes from eager attention in bf16, in which keys with nearly equal scores also change places.
+
+def save_doge(folder):
+    """Saves a Doge in bf16. Returns a function from a dtype to the model with eager attention."""
+    model = make_model(WINDOW, **SIZES)
+    for layer in model.model.layers:
+        layer.self_attn.A.data /= 8  # scores are at most 120, not 2e15
+    model.to(torch.bfloat16).save_pretrained(folder)
+
+    def load(dtype):
+        model = DogeForCausalLM.from_pretrained(folder, dtype=dtype, attn_implementation="eager")
+        if dtype == torch.float32:
+            return brute_force_of(model)
+        keep_recent_of_equal_scores(model)
+        return model
+
+    return load
+
+
+def save_llama(folder):
+    """Saves a Llama in bf16 with a number of keys for each head. Returns a function from a dtype to the model."""
+    model = make_scored(vocab_size=VOCABULARY, num_hidden_layers=3, head_dim=64, **SIZES)
+    texts = torch.tensor(prompts_of((300,) * 6))
+    set_key_budgets(model, divide_budget(model, texts, mean_keys=WINDOW, progress=False))
+    model.to(torch.bfloat16).save_pretrained(folder)
+    return lambda dtype: load_scores(LlamaForCausalLM.from_pretrained(folder, dtype=dtype), folder)
+
+
+@pytest.fixture(scope="module", params=[save_doge, save_llama], ids=["doge", "divided llama"])
+def saved(request, tmp_path_factory):
+    """Returns vLLM's options for a saved model in bf16, the model in float32, and a function from prompts to a bound on the gap.
+
+    The bound comes from transformers in bf16, where keys with nearly equal scores also change places.
     """
     torch.manual_seed(0)
-    model = make_model(WINDOW, hidden_size=256, intermediate_size=384, max_position_embeddings=1024)
-    folder = tmp_path_factory.mktemp("doge")
-    # The frequencies of RoPE become bf16, too, so the model is loaded again.
-    model.to(torch.bfloat16).save_pretrained(folder)
-    eager, exact = (
-        brute_force_of(DogeForCausalLM.from_pretrained(folder, dtype=dtype)).to("cuda")
-        for dtype in (torch.bfloat16, torch.float32)
-    )
-    prompts, answers = prompts_of(LENGTHS), []
-    for prompt in prompts:
-        ids = torch.tensor([prompt], device="cuda")
-        out = eager.generate(
-            ids, attention_mask=torch.ones_like(ids), do_sample=False, max_new_tokens=NEW
-        )
-        answers.append(out[0, len(prompt) :].tolist())
-    return folder, exact, prompts, 3 * mean_gap(exact, prompts, answers) + 0.01
+    folder = tmp_path_factory.mktemp("model")
+    load = request.param(folder)
+    names = {save_doge: "DogeForCausalLM", save_llama: "ScoredLlamaForCausalLM"}
+    architectures = {"architectures": [names[request.param]]}
+    options = OPTIONS | {"folder": folder, "hf_overrides": architectures}
+    # The frequencies of RoPE became bf16, too, so the model is loaded again.
+    rounded, exact = (load(dtype).to("cuda") for dtype in (torch.bfloat16, torch.float32))
+
+    def bound(prompts):
+        answers = []
+        for prompt in prompts:
+            ids = torch.tensor([prompt], device="cuda")
+            out = rounded.generate(
+                ids, attention_mask=torch.ones_like(ids), do_sample=False, max_new_tokens=NEW
+            )
+            answers.append(out[0, len(prompt) :].tolist())
+        return 3 * mean_gap(exact, prompts, answers) + 0.01
+
+    return options, exact, bound
 
 
 def ask(llm, prompts):
@@ -77,8 +116,10 @@ def ask(llm, prompts):
 
 
 @pytest.mark.parametrize("enforce_eager", [True, False], ids=["eager", "graphs"])
-def test_tokens_equal_eager_attention_within_rounding(doge, monkeypatch, enforce_eager):
-    folder, exact, prompts, most = doge
+def test_tokens_equal_transformers_within_rounding(saved, monkeypatch, enforce_eager):
+    options, exact, bound = saved
+    prompts = prompts_of(LENGTHS)
+    most = bound(prompts)
     steps = []
     extend = slots.extend_ragged
 
@@ -87,10 +128,23 @@ def test_tokens_equal_eager_attention_within_rounding(doge, monkeypatch, enforce
         return extend(pool, batch, query, *args, **options)
 
     monkeypatch.setattr(slots, "extend_ragged", counted)
-    with served(folder, enforce_eager=enforce_eager, num_gpu_blocks_override=24, **OPTIONS) as llm:
+    with served(enforce_eager=enforce_eager, num_gpu_blocks_override=24, **options) as llm:
         assert mean_gap(exact, prompts, ask(llm, prompts)) < most
         # Three requests use the graph for four, whose last row is empty. The graph is replayed, so Python calls no operator.
         steps.clear()
         three = prompts[2:5]
         assert mean_gap(exact, three, ask(llm, three)) < most
     assert any(tokens <= 4 for tokens in steps) == enforce_eager
+
+
+def test_cached_prefixes_continue_within_rounding(saved):
+    options, exact, bound = saved
+    shared = prompts_of((200,))[0]
+    prompts = [shared + prompt for prompt in prompts_of((3, 16, 29, 40))]
+    most = bound(prompts)
+    options = options | {"enable_prefix_caching": True, "block_size": 16}
+    with served(enforce_eager=False, num_gpu_blocks_override=64, **options) as llm:
+        for _ in range(2):
+            assert mean_gap(exact, prompts, ask(llm, prompts)) < most
+        results = llm.generate([{"prompt_token_ids": p} for p in prompts], GREEDY, use_tqdm=False)
+    assert [result.num_cached_tokens for result in results] == [192, 208, 224, 224]
