@@ -12,6 +12,7 @@ import flash_dmattn.integrations.vllm.slots as slots
 from doge_generation import (
     VOCABULARY,
     brute_force_of,
+    greedy_tokens_by_prompt,
     keep_recent_of_equal_scores,
     make_model,
 )
@@ -20,6 +21,7 @@ from scored_models import make_scored
 
 WINDOW, NEW = 64, 24
 LENGTHS = (1, 5, 40, 2, WINDOW, WINDOW + 1, 200, 1, 17, 300)
+SIZES = {"hidden_size": 256, "intermediate_size": 384, "max_position_embeddings": 1024}
 GREEDY = SamplingParams(temperature=0, max_tokens=NEW, ignore_eos=True, detokenize=False)
 OPTIONS = {
     "dtype": "bfloat16", "max_model_len": 512, "max_num_batched_tokens": 96, "gpu_memory_utilization": 0.15, "kv_cache_memory_bytes": 2**30,
@@ -52,9 +54,6 @@ def mean_gap(exact, prompts, answers):
     return torch.cat(gaps).mean().item()
 
 
-SIZES = {"hidden_size": 256, "intermediate_size": 384, "max_position_embeddings": 1024}
-
-
 def save_doge(folder):
     """Saves a Doge in bf16. Returns a function from a dtype to the model with eager attention."""
     model = make_model(WINDOW, **SIZES)
@@ -81,32 +80,23 @@ def save_llama(folder):
     return lambda dtype: load_scores(LlamaForCausalLM.from_pretrained(folder, dtype=dtype), folder)
 
 
-@pytest.fixture(scope="module", params=[save_doge, save_llama], ids=["doge", "divided llama"])
+SAVED = {"DogeForCausalLM": save_doge, "ScoredLlamaForCausalLM": save_llama}  # by vLLM's class
+
+
+@pytest.fixture(scope="module", params=SAVED)
 def saved(request, tmp_path_factory):
-    """Returns vLLM's options for a saved model in bf16, the model in float32, and a function from prompts to a bound on the gap.
+    """Returns vLLM's options for a saved model in bf16, the exact model, and a function from prompts to a bound on the gap.
 
     The bound comes from transformers in bf16, where keys with nearly equal scores also change places.
     """
     torch.manual_seed(0)
     folder = tmp_path_factory.mktemp("model")
-    load = request.param(folder)
-    names = {save_doge: "DogeForCausalLM", save_llama: "ScoredLlamaForCausalLM"}
-    architectures = {"architectures": [names[request.param]]}
-    options = OPTIONS | {"folder": folder, "hf_overrides": architectures}
+    load = SAVED[request.param](folder)
+    options = OPTIONS | {"folder": folder, "hf_overrides": {"architectures": [request.param]}}
     # The frequencies of RoPE became bf16, too, so the model is loaded again.
     rounded, exact = (load(dtype).to("cuda") for dtype in (torch.bfloat16, torch.float32))
-
-    def bound(prompts):
-        answers = []
-        for prompt in prompts:
-            ids = torch.tensor([prompt], device="cuda")
-            out = rounded.generate(
-                ids, attention_mask=torch.ones_like(ids), do_sample=False, max_new_tokens=NEW
-            )
-            answers.append(out[0, len(prompt) :].tolist())
-        return 3 * mean_gap(exact, prompts, answers) + 0.01
-
-    return options, exact, bound
+    alone = greedy_tokens_by_prompt(rounded, NEW)
+    return options, exact, lambda prompts: 3 * mean_gap(exact, prompts, map(alone, prompts)) + 0.01
 
 
 def ask(llm, prompts):
@@ -123,9 +113,9 @@ def test_tokens_equal_transformers_within_rounding(saved, monkeypatch, enforce_e
     steps = []
     extend = slots.extend_ragged
 
-    def counted(pool, batch, query, *args, **options):
+    def counted(pool, batch, query, *args, **named):
         steps.append(len(query))
-        return extend(pool, batch, query, *args, **options)
+        return extend(pool, batch, query, *args, **named)
 
     monkeypatch.setattr(slots, "extend_ragged", counted)
     with served(enforce_eager=enforce_eager, num_gpu_blocks_override=24, **options) as llm:

@@ -38,7 +38,7 @@ def greedy_tokens_by_prompt(model, count):
 
     @functools.cache
     def generate(prompt):
-        ids = torch.tensor([prompt])
+        ids = torch.tensor([prompt], device=model.device)
         out = model.generate(
             ids, attention_mask=torch.ones_like(ids), do_sample=False, max_new_tokens=count
         )
