@@ -14,6 +14,9 @@ inline constexpr float weight_shift = 0;
 template <>
 inline constexpr float weight_shift<__nv_bfloat16> = 24;
 
+// Biases beyond ± far_bias move the references of rows (OnlineSoftmax).
+inline constexpr float far_bias = 1024;
+
 // Computes the natural log sum exp of a row from the maximum in units of log 2, the sum of the weights, and the reference
 // that the scores lack. The double contains both lse and lse_low.
 template <class T>
@@ -24,13 +27,14 @@ __device__ inline double log_sum_exp(float max, float sum, float reference) {
 }
 
 // The running maximum and sum of a lane's rows in a fragment, 2 for each m16 block. The four lanes that share a row
-// have the same maximum; each keeps the sum of its own columns until the end. Scores of a call with biases of keys lack a
-// reference, one of these biases, so that large ones that are close to each other keep their digits.
+// have the same maximum; each keeps the sum of its own columns until the end. Scores of a call with biases of keys lack the
+// row's reference, one of the biases that it sees, so that large ones that are close to each other keep their digits.
 template <class T, int M16>
 struct OnlineSoftmax {
   float max[M16][2];
   float sum[M16][2];
-  float reference = 0;  // in the caller's units
+  float reference[M16][2];      // in the caller's units
+  bool has_references = false;  // whether a reference of the warp's rows may differ from 0
 
   __device__ OnlineSoftmax() {
 #pragma unroll
@@ -39,6 +43,7 @@ struct OnlineSoftmax {
       for (int h = 0; h < 2; ++h) {
         max[m][h] = negative_infinity;
         sum[m][h] = 0;
+        reference[m][h] = 0;
       }
     }
   }
@@ -52,21 +57,39 @@ struct OnlineSoftmax {
     exponentiate(s, factor);
   }
 
-  // Makes the largest bias of a tile the reference if it exceeds it by far, or is far from it in the first tile. Scores
-  // are in units of log 2.
-  __device__ void raise_reference(float largest) {
-    constexpr float far = 1024;
-    const float growth = largest - reference;
-    if (!isfinite(growth)) return;
-    const bool moves = growth > far || (!has_reference_ && growth < -far);
-    has_reference_ = true;
-    if (!moves) return;
-    reference = largest;
+  // Makes the largest bias that a row sees in a tile its reference if it exceeds the reference by far, or if it is the
+  // row's first and far from 0. Scores are in units of log 2. s: the tile's scores without biases; -inf hides an element.
+  // biases: of the keys from the lane's first column on.
+  template <int N8>
+  __device__ void raise_references(const float (&s)[M16][N8][4], const float* biases) {
+    float largest[M16][2];
+#pragma unroll
+    for (int m = 0; m < M16; ++m) largest[m][0] = largest[m][1] = negative_infinity;
+#pragma unroll
+    for (int n = 0; n < N8; ++n) {
+      const float2 bias = *reinterpret_cast<const float2*>(biases + 8 * n);
+#pragma unroll
+      for (int m = 0; m < M16; ++m) {
+#pragma unroll
+        for (int e = 0; e < 4; ++e) {
+          float& row = largest[m][e / 2];
+          if (s[m][n][e] > negative_infinity) row = fmaxf(row, e % 2 == 0 ? bias.x : bias.y);
+        }
+      }
+    }
 #pragma unroll
     for (int m = 0; m < M16; ++m) {
 #pragma unroll
-      for (int h = 0; h < 2; ++h) max[m][h] -= growth * log2e;
+      for (int h = 0; h < 2; ++h) {
+        const float row = quad_max(largest[m][h]);
+        const float growth = row - reference[m][h];
+        const bool is_first = max[m][h] == negative_infinity;
+        if (!isfinite(growth) || !(growth > far_bias || (is_first && growth < -far_bias))) continue;
+        reference[m][h] = row;
+        max[m][h] -= growth * log2e;
+      }
     }
+    has_references = true;
   }
 
   // Makes the sum of a row NaN where a product q . k is not finite, even if its score becomes -inf or is limited by a
@@ -94,12 +117,11 @@ struct OnlineSoftmax {
   }
 
   __device__ double log_sum_exp(int m, int h, float factor) const {
-    return cuda::log_sum_exp<T>(max[m][h] * factor, sum[m][h], reference);
+    return cuda::log_sum_exp<T>(max[m][h] * factor, sum[m][h], reference[m][h]);
   }
 
  private:
   static constexpr float max_growth = 8;  // log2
-  bool has_reference_ = false;
 
   // Raises the maxima of a warp and rescales `sum` and `out` if a score exceeds its maximum by max_growth. All lanes
   // vote, so that the lanes of a row need not share their maximum before.

@@ -15,7 +15,7 @@ from flash_dmattn import (
 )
 from flash_dmattn.check.cases import CASES, make_case, run
 from flash_dmattn.check.oracle import Problem, Result, attention
-from gpu import on_gpu
+from gpu import assert_passes_in_the_older_family, on_gpu
 from problem_calls import assert_close, assert_matches_oracle, forward_and_backward
 from rules_by_definition import select
 
@@ -83,6 +83,44 @@ def test_number_added_to_all_biases_costs_no_digits(dtype, head_dim, options, ba
     for number, most in ((6e3, 1.1), (-6e3, 1.1), (1e5, 2), (-1e5, 2)):
         assert (errors(number) <= most * plain).all()
     errors(2**24)
+
+
+# Kernels for at most 64 queries, over one tile of keys or several, and kernels for more.
+@pytest.mark.parametrize("seqlen_q, seqlen_k", [(3, 3), (64, 64), (64, 640), (65, 65), (640, 640)])
+@pytest.mark.parametrize("masked", [False, True])
+@pytest.mark.parametrize("head_dim", [64, 128, 256])
+@pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float16])
+def test_large_scores_cost_rows_without_them_no_digits(dtype, head_dim, masked, seqlen_q, seqlen_k):
+    problem = random_problem(seqlen_k, 4, 2, head_dim, dtype=dtype)
+    problem.q, problem.dout = problem.q[:, -seqlen_q:], problem.dout[:, -seqlen_q:]
+    bias = torch.randint(-32, 32, (1, 2, 1, seqlen_k), device="cuda") / 8
+    options = {}
+    if masked:
+        intervals = select_key_intervals(bias[:, :, 0], 9, query_length=seqlen_q)
+        problem.shown, options["key_intervals"] = intervals.to_mask(), intervals
+    row = 2 * seqlen_q // 3
+    key = seqlen_k - seqlen_q + row  # which this row sees, and none before it
+
+    def errors(keys, number):
+        changed = bias.clone()
+        changed[..., keys] += number
+        call = replace(problem, bias=changed)
+        result, expected = forward_and_backward(call, **options), attention(call)
+        return torch.stack([
+            (getattr(result, field) - getattr(expected, field))[:, :row].square().mean().sqrt()
+            for field in ("out", "dq")
+        ])  # fmt: skip
+
+    for keys, sign in ((key, 1), (slice(key // 2), -1)):
+        plain = errors(keys, 500 * sign)
+        for number in (1e5, 2**20):
+            assert (errors(keys, number * sign) <= 1.1 * plain + 1e-5).all()
+    assert (errors(key, 2**40) <= 1.1 * errors(key, 500) + 1e-5).all()
+
+
+def test_large_scores_cost_rows_without_them_no_digits_in_the_older_family():
+    name = "test_large_scores_cost_rows_without_them_no_digits and 65 and not older"
+    assert_passes_in_the_older_family(__file__, name)
 
 
 @pytest.mark.parametrize("selection", ["per_query", "global"])

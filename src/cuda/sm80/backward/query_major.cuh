@@ -201,10 +201,10 @@ struct QueryMajorBackwardKernel {
       const bool partial = (kv.state(n) & key_info.partial) != 0;
       if (has_key_bias() && !large_lse) {
         if (p.score.bias_delay == 0) {
-          add_column_bias(p.score.factor, key_info, 0, position, x);
+          add_column_bias(p.score.factor, &key_info.bias[position.column], x);
         } else {
           add_delayed_column_bias(
-              p.score.factor, key_info, 0, position.column,
+              p.score.factor, key_info, [](int, int) { return 0.0f; }, position.column,
               [&](int column) { return key_bias_begin(kv, n, column); },
               [&](int m, int h) { return position.row + 16 * m + 8 * h; }, x);
         }

@@ -158,13 +158,13 @@ struct SplitForwardKernel {
         multiply<T, D>(scores, q, OperandB<KeyRows, Major::k>(kv.k_tile(n), warp_key));
         if (!p.saturate) softmax.mark_nonfinite(scores);
         shape_scores(p.score, scores);
-        if (biased) add_key_biases(p, kv, n, lane_rows, position, softmax, scores);
         const bool partial = (state & key_info.partial) != 0;
         elements.apply(key_info, partial, kv.positions(n), lane_rows, position.column, scores);
         if (partial) {
           mask_columns(
               key_info, position.column, [&](int, int h) { return lane_rows.query[h]; }, scores);
         }
+        if (biased) add_key_biases(p, kv, n, state, lane_rows, position, softmax, scores);
         softmax.update(scores, factor, out);
         const std::uint32_t values = kv.v_tile(n) + warp_key * KeyRows::row_bytes;
         add_values<T>(scores, OperandB<KeyRows, Major::mn>(values, 0), out);
@@ -189,17 +189,24 @@ struct SplitForwardKernel {
   }
 
  private:
+  // Adds biases, less the rows' references, to scores whose hidden elements are -inf.
   static __device__ void add_key_biases(const Params& p, const Pipeline& kv, int n,
-                                        const LaneRows& rows, LanePosition position,
-                                        OnlineSoftmax<T, 1>& softmax,
+                                        std::uint32_t state, const LaneRows& rows,
+                                        LanePosition position, OnlineSoftmax<T, 1>& softmax,
                                         Accumulator<16, P.warp_keys()>& scores) {
-    softmax.raise_reference(kv.key_info(n).largest_bias());
+    const auto& key_info = kv.key_info(n);
+    const float* const biases = &key_info.bias[position.column];
+    if ((state & key_info.far) != 0 || softmax.has_references)
+      softmax.raise_references(scores, biases);
     if (p.score.bias_delay == 0) {
-      return add_column_bias(p.score.factor, kv.key_info(n), softmax.reference, position, scores);
+      return softmax.has_references
+                 ? add_column_bias(p.score.factor, biases, softmax.reference, scores)
+                 : add_column_bias(p.score.factor, biases, scores);
     }
     const auto keys = kv.positions(n);
     add_delayed_column_bias(
-        p.score.factor, kv.key_info(n), softmax.reference, position.column,
+        p.score.factor, key_info, [&](int m, int h) { return softmax.reference[m][h]; },
+        position.column,
         [&](int column) { return delayed_bias_begin(p.score, p.shape, keys[column]); },
         [&](int, int h) { return rows.query[h]; }, scores);
   }
@@ -224,7 +231,7 @@ struct SplitForwardKernel {
       }
       if (position.column == 0) {
         warps.sums[key_warp][row] = {softmax.max[0][h] * factor, softmax.sum[0][h],
-                                     softmax.reference};
+                                     softmax.reference[0][h]};
       }
     }
   }

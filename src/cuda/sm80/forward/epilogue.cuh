@@ -83,7 +83,7 @@ __device__ inline void store_output(const ForwardParams& p, const QueryTile& til
       const float largest = largest_in_row(out, m, h);
       const bool ordinary = sum > 0 && isfinite(sum) && isfinite(largest) &&
                             fabsf(softmax.max[m][h] * factor) < 1e38f &&
-                            fabsf(softmax.reference) < 1e38f;
+                            fabsf(softmax.reference[m][h]) < 1e38f;
       const int block_row =
           warp_row + 16 * m + 8 * h;  // first of 8 rows of the tile, with four lanes each
       const QueryHead head{tile.batch, tile.head + Order::head(block_row), tile.kv_head};

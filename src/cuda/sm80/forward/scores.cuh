@@ -24,17 +24,22 @@ struct KeysAlone {
   }
 };
 
-// Adds the biases of the keys of tile n, less the reference of the softmax.
+// Adds the biases of the keys of tile n, less the rows' references, to scores whose hidden elements are -inf.
 template <class Order = RowOrder<1>, class Pipeline, class T, int M16, int N8>
 __device__ inline void add_key_biases(const ForwardParams& p, const Pipeline& kv, int n,
-                                      LanePosition position, OnlineSoftmax<T, M16>& softmax,
-                                      float (&scores)[M16][N8][4]) {
-  softmax.raise_reference(kv.key_info(n).largest_bias());
+                                      std::uint32_t state, LanePosition position,
+                                      OnlineSoftmax<T, M16>& softmax, float (&scores)[M16][N8][4]) {
+  const auto& key_info = kv.key_info(n);
+  const float* const biases = &key_info.bias[position.column];
+  if ((state & Pipeline::KeyInfo::far) != 0 || softmax.has_references)
+    softmax.raise_references(scores, biases);
   if (p.score.bias_delay == 0) {
-    add_column_bias(p.score.factor, kv.key_info(n), softmax.reference, position, scores);
+    softmax.has_references ? add_column_bias(p.score.factor, biases, softmax.reference, scores)
+                           : add_column_bias(p.score.factor, biases, scores);
   } else {
     add_delayed_column_bias(
-        p.score.factor, kv.key_info(n), softmax.reference, position.column,
+        p.score.factor, key_info, [&](int m, int h) { return softmax.reference[m][h]; },
+        position.column,
         [&](int column) {
           return delayed_bias_begin(p.score, p.shape, kv.key_of_column(n, column));
         },
@@ -71,8 +76,8 @@ struct KeyScores : KeysAlone {
                                 OnlineSoftmax<T, M16>& softmax, float (&scores)[M16][N8][4]) {
     const LanePosition position = LanePosition::of(tile.row + warp_row, 0);
     shape_scores(p.score, scores);
-    if (p.score.bias.data != nullptr) add_key_biases(p, kv, n, position, softmax, scores);
     if ((state & Pipeline::KeyInfo::partial) != 0) mask_columns(kv.key_info(n), position, scores);
+    if (p.score.bias.data != nullptr) add_key_biases(p, kv, n, state, position, softmax, scores);
   }
 };
 
@@ -88,12 +93,12 @@ struct ElementScores : KeysAlone, NonEmptyByMask {
     const LanePosition position = LanePosition::of(tile.row + warp_row, 0);
     const bool partial = (state & Pipeline::KeyInfo::partial) != 0;
     shape_scores(p.score, scores);
-    if (p.score.bias.data != nullptr && !p.score.bias.dense)
-      add_key_biases(p, kv, n, position, softmax, scores);
     DenseElements<T, typename Pipeline::Positions>(p.score, tile, p.shape.seqlen_q, kv.size(n),
                                                    kv.positions(n))
         .apply(kv.key_info(n), partial, position, scores);
     if (partial) mask_columns(kv.key_info(n), position, scores);
+    if (p.score.bias.data != nullptr && !p.score.bias.dense)
+      add_key_biases(p, kv, n, state, position, softmax, scores);
   }
 };
 
@@ -130,13 +135,13 @@ struct TileScores : NonEmptyByMask {
       const std::uint32_t mask_values = packed_mask_value<T>(p.score);
       unmasked ? dense.template add_bias<false>(p.score.dense_factor, mask_values, scores)
                : dense.template add_bias<true>(p.score.dense_factor, mask_values, scores);
-    } else {
-      if (p.score.bias.data != nullptr)
-        add_key_biases<RowOrder>(p, kv, n, position, softmax, scores);
-      if (!unmasked) dense.mask(scores);
+    } else if (!unmasked) {
+      dense.mask(scores);
     }
     if ((state & Pipeline::KeyInfo::partial) != 0)
       mask_columns<RowOrder>(kv.key_info(n), position, scores);
+    if (p.score.bias.data != nullptr && !p.score.bias.dense)
+      add_key_biases<RowOrder>(p, kv, n, state, position, softmax, scores);
   }
 };
 

@@ -70,14 +70,13 @@ __device__ inline void shape_scores(const ScoreParams& score, float (&x)[M16][N8
   }
 }
 
-// x = factor x + log2 e (bias of the key - reference).
-template <int M16, int N8, class KeyInfo>
-__device__ inline void add_column_bias(float factor, const KeyInfo& key_info, float reference,
-                                       LanePosition position, float (&x)[M16][N8][4]) {
+// x = factor x + log2 e bias of the key. biases: from the lane's first column on.
+template <int M16, int N8>
+__device__ inline void add_column_bias(float factor, const float* biases, float (&x)[M16][N8][4]) {
 #pragma unroll
   for (int n = 0; n < N8; ++n) {
-    float2 bias = *reinterpret_cast<const float2*>(&key_info.bias[position.column + 8 * n]);
-    bias = {(bias.x - reference) * log2e, (bias.y - reference) * log2e};
+    float2 bias = *reinterpret_cast<const float2*>(biases + 8 * n);
+    bias = {bias.x * log2e, bias.y * log2e};
 #pragma unroll
     for (int m = 0; m < M16; ++m) {
 #pragma unroll
@@ -87,13 +86,32 @@ __device__ inline void add_column_bias(float factor, const KeyInfo& key_info, fl
   }
 }
 
-// x = factor x + log2 e (bias of the key, from the query on where it counts, - reference). begin_of(column) is the first query for which the bias of a column counts, and
-// query_of(m, h) the query of the lane's row 16 m + 8 h; `column` is the lane's first. Hoisted together, the loads would
-// spill registers.
-template <int M16, int N8, class KeyInfo, class BeginOf, class QueryOf>
+// x = factor x + log2 e (bias of the key - reference of the row).
+template <int M16, int N8>
+__device__ inline void add_column_bias(float factor, const float* biases,
+                                       const float (&reference)[M16][2], float (&x)[M16][N8][4]) {
+#pragma unroll
+  for (int n = 0; n < N8; ++n) {
+    const float2 bias = *reinterpret_cast<const float2*>(biases + 8 * n);
+#pragma unroll
+    for (int m = 0; m < M16; ++m) {
+#pragma unroll
+      for (int e = 0; e < 4; ++e) {
+        const float difference = (e % 2 == 0 ? bias.x : bias.y) - reference[m][e / 2];
+        x[m][n][e] = fmaf(x[m][n][e], factor, difference * log2e);
+      }
+    }
+  }
+}
+
+// x = factor x + log2 e (bias of the key, from the query on where it counts, - reference). begin_of(column) is the first
+// query for which the bias of a column counts; reference_of(m, h) and query_of(m, h) belong to the lane's row
+// 16 m + 8 h; `column` is the lane's first. Hoisted together, the loads would spill registers.
+template <int M16, int N8, class KeyInfo, class ReferenceOf, class BeginOf, class QueryOf>
 __device__ inline void add_delayed_column_bias(float factor, const KeyInfo& key_info,
-                                               float reference, int column, const BeginOf& begin_of,
-                                               const QueryOf& query_of, float (&x)[M16][N8][4]) {
+                                               const ReferenceOf& reference_of, int column,
+                                               const BeginOf& begin_of, const QueryOf& query_of,
+                                               float (&x)[M16][N8][4]) {
 #pragma unroll
   for (int n = 0; n < N8; ++n) {
 #pragma unroll
@@ -107,7 +125,8 @@ __device__ inline void add_delayed_column_bias(float factor, const KeyInfo& key_
         for (int h = 0; h < 2; ++h) {
           float& s = x[m][n][2 * h + e];
           const float bias = query_of(m, h) >= begin ? key_bias : 0.0f;
-          s = bias == negative_infinity ? bias : fmaf(s, factor, (bias - reference) * log2e);
+          s = bias == negative_infinity ? bias
+                                        : fmaf(s, factor, (bias - reference_of(m, h)) * log2e);
         }
       }
       compiler_fence();

@@ -2,6 +2,7 @@
 
 #include "cuda/attention/params.h"
 #include "cuda/attention/score.cuh"
+#include "cuda/attention/softmax.cuh"
 #include "cuda/primitives/integers.h"
 #include "cuda/primitives/math.cuh"
 #include "cuda/primitives/warp.cuh"
@@ -30,29 +31,23 @@ struct KeyInfoTile {
   static constexpr int size = N;
   static constexpr std::uint32_t touched = 1;  // some key is seen by some row of the query tile
   static constexpr std::uint32_t partial = 2;  // some key is not seen by every row
+  static constexpr std::uint32_t far = 4;      // some touched key's bias is beyond ± far_bias
 
   alignas(16) QueryRange range[N];
   // The caller's bias; a delayed bias that masks is -inf, and hides its key from the queries for which it counts.
   alignas(16) float bias[N];
   std::uint32_t state[ceil_div(N, warp_size)];  // for each 32 columns
-  float largest[ceil_div(N, warp_size)];        // bias of a touched key, for each 32 columns
 
   // Called by all lanes of a warp, which have columns [32 (column / 32), + 32), after each has stored its bias.
   __device__ void store_state(int column, bool is_touched, bool is_full) {
     const bool any_touched = warp_any(is_touched);
     const bool any_partial = warp_any(!is_full);
-    const float any_largest = warp_max(is_touched ? bias[column] : negative_infinity);
+    const float own = bias[column];  // -inf masks
+    const bool any_far = warp_any(is_touched && fabsf(own) > far_bias && own > negative_infinity);
     if (column % warp_size == 0) {
-      state[column / warp_size] = (any_touched ? touched : 0u) | (any_partial ? partial : 0u);
-      largest[column / warp_size] = any_largest;
+      state[column / warp_size] =
+          (any_touched ? touched : 0u) | (any_partial ? partial : 0u) | (any_far ? far : 0u);
     }
-  }
-
-  __device__ float largest_bias() const {
-    float all = largest[0];
-#pragma unroll
-    for (int i = 1; i < ceil_div(N, warp_size); ++i) all = fmaxf(all, largest[i]);
-    return all;
   }
 
   __device__ std::uint32_t tile_state() const {
