@@ -107,8 +107,8 @@ def test_large_scores_cost_rows_without_them_no_digits(dtype, head_dim, masked, 
         call = replace(problem, bias=changed)
         result, expected = forward_and_backward(call, **options), attention(call)
         return torch.stack([
-            (getattr(result, field) - getattr(expected, field))[:, :row].square().mean().sqrt()
-            for field in ("out", "dq")
+            (getattr(result, field) - getattr(expected, field))[:, :end].square().mean().sqrt()
+            for field, end in (("out", row), ("dq", row), ("dk", key), ("dv", key))
         ])  # fmt: skip
 
     for keys, sign in ((key, 1), (slice(key // 2), -1)):
