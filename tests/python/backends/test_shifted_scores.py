@@ -119,8 +119,7 @@ def test_number_added_to_all_scores_leaves_results_finite(backend, dtype, form):
         assert_finite(attend(replace(problem, bias=problem.bias + shift), backend))
 
 
-# Triton's kernels share a level between all rows of a head that have one bias for each key.
-@pytest.mark.parametrize("backend, dtype, form", [c for c in CALLS if c[0] != "triton"])
+@pytest.mark.parametrize("backend, dtype, form", CALLS)
 def test_one_large_score_changes_only_rows_that_see_it(backend, dtype, form):
     problem = make_problem(form, dtype, backend)
     rows = slice(0, 2 * problem.q.shape[1] // 3)

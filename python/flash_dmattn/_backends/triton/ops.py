@@ -58,13 +58,18 @@ def attention(
 
 
 def _row_level(bias: Tensor) -> Tensor:
-    """Returns the largest bias up to 2^24 of each row if it exceeds 1,024 in magnitude, else 0. [B or 1, H, Sq or 1, 1].
+    """Returns the largest bias of each row if it exceeds 1,024 in magnitude and none is further than 1,024 below it, else 0.
+    Biases beyond 2^24 do not count. [B or 1, H, Sq or 1, 1].
 
     The softmax of a row does not change if it is subtracted, and the kernels, which add biases to q . k, then keep the
-    digits of biases that are large and close.
+    digits of biases that are large and close. If they are not close, queries may see the small ones alone, whose digits
+    it would cost. Heads that see a score beyond 2^14 are then computed in fp64.
     """
-    level = bias.masked_fill(~(bias.abs() <= 2.0**24), -math.inf).amax(3, keepdim=True)
-    return level.masked_fill(~(level.abs() > 1024) | (level == -math.inf), 0)
+    counts = bias.abs() <= 2.0**24
+    largest = bias.masked_fill(~counts, -math.inf).amax(3, keepdim=True)
+    least = bias.masked_fill(~counts, math.inf).amin(3, keepdim=True)
+    close = (least <= largest) & (largest - least <= 1024)  # not where none counts
+    return largest.where(close & (largest.abs() > 1024), 0)
 
 
 def _problem(named: dict[str, object]) -> launch.Problem:
