@@ -7,7 +7,7 @@ second lose what they need (docs/quality.md). One threshold for the scores of al
 from __future__ import annotations
 
 import math
-from collections.abc import Iterator, Sequence
+from collections.abc import Iterable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass, field
 from os import PathLike
@@ -46,6 +46,14 @@ class KeyBudgets:
     means: dict[int, list[list[float]]] = field(default_factory=dict, repr=False)
     key_bytes: tuple[int, ...] = ()
 
+    def __post_init__(self):
+        if not isinstance(self.caps, Sequence) or not all(
+            isinstance(heads, Sequence) for heads in self.caps
+        ):
+            raise TypeError(
+                f"caps: got {type(self.caps).__name__} {self.caps}, expected a list of numbers for each layer"
+            )
+
     def rule_arguments(self) -> dict:
         """Returns the arguments of `add_learned_scores` for these budgets, which say nothing of `recent_competes`."""
         return {
@@ -80,7 +88,7 @@ class KeyBudgets:
         ]
         if self.threshold is not None:
             lines[0] += f", threshold {self.threshold:.4g}"
-            if self.means:
+            if self.length in self.means:
                 kept = [count for heads in self.means[self.length] for count in heads]
                 lines[0] += f", mean {sum(kept) / len(kept) + always:.0f} keys of {self.length}"
         if self.key_bytes:
@@ -119,7 +127,7 @@ def check_budgets(budgets: object, heads: Sequence[int]) -> None:
     """Raises unless `budgets` has caps for as many layers as `heads`, and for as many heads in each."""
     if not isinstance(budgets, KeyBudgets):
         raise TypeError(f"budgets: got {type(budgets).__name__}, expected KeyBudgets")
-    own = [len(caps) if isinstance(caps, Sequence) else caps for caps in budgets.caps]
+    own = list(map(len, budgets.caps))
     if own != list(heads):
         raise ValueError(f"budgets: got caps for {own} heads of the layers, expected {list(heads)}")
 
@@ -206,7 +214,13 @@ def is_sink(scores: Tensor, sink_tokens: int, mask: Tensor | None) -> Tensor:
 
 
 def _present(scores: Tensor, mask: Tensor | None) -> Tensor:
-    return torch.ones_like(scores[:, 0], dtype=torch.bool) if mask is None else mask.bool()
+    if mask is None:
+        return torch.ones_like(scores[:, 0], dtype=torch.bool)
+    check_tensor(mask, "mask")
+    shape = scores.shape[0], scores.shape[2]
+    if mask.shape != shape:
+        raise ValueError(f"mask: got shape {tuple(mask.shape)}, expected {tuple(shape)}, [B, S]")
+    return mask.bool()
 
 
 def stochastic_gates(scores: Tensor, temperature: float) -> Tensor:
@@ -254,9 +268,17 @@ class SoftScores:
         """Copies of a model have no graph."""
 
 
+def listed_texts(texts: object) -> list:
+    if isinstance(texts, (str, Mapping)) or not isinstance(texts, Iterable):
+        raise TypeError(
+            f"texts: got {type(texts).__name__}, expected a list with a text in each entry"
+        )
+    return list(texts)
+
+
 def texts_of_one_length(texts: Sequence[Tensor], length: int | None) -> list[Tensor]:
     """Returns the first `length` tokens of texts [1, S, ...], by default as many as the shortest has."""
-    texts = list(texts)
+    texts = listed_texts(texts)
     if not texts:
         raise ValueError("texts: got none, expected a dozen or more")
     for text in texts:

@@ -434,8 +434,9 @@ def selection_scores_argument(scores: Tensor, query: Tensor, key: Tensor) -> Ten
 
 
 def clamp_count(count: int) -> int:
-    """Limits a count of positions to the largest int32, so that sums stay within int64. No row is beyond it."""
-    return LARGEST_COUNT if isinstance(count, int) and count > LARGEST_COUNT else count
+    """Limits a count of positions to the largest int32, so that sums stay within int64. No row is beyond it. Other integers
+    than torch's symbols, such as NumPy's, become int."""
+    return count if isinstance(count, torch.SymInt) else min(int(count), LARGEST_COUNT)
 
 
 def check_scores_have_rule(scores: Tensor | None, rule: object | None) -> None:

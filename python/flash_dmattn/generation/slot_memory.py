@@ -204,9 +204,9 @@ class SlotMemory:
         return batch, sum(self.rule.places_of_heads(heads)) + heads * chunk
 
     def _check_slots(self, pending: int) -> None:
-        equal = self._has_equal_heads
-        heads = 1 if equal else self.heads_kv
-        check_slots(sum(self.rule.places_of_heads(heads)), pending, self.k.shape[-2], heads)
+        heads = 1 if self._has_equal_heads else self.heads_kv
+        places = self.places if heads == 1 else sum(self.rule.places_of_heads(heads))
+        check_slots(places, pending, self.k.shape[-2], heads)
 
     def _head_ranges(self) -> list[tuple[int, int]]:
         """Returns where the slots of each head begin, and those of its pending tokens, among all slots of a row."""

@@ -66,6 +66,7 @@ def test_loaded_state_has_the_dtype_of_the_cache_and_may_be_empty():
         wide.fill(**tokens(9))
 
 
+@pytest.mark.parametrize("window", [WINDOW, (WINDOW,) * HKV], ids=["one", "equal"])
 @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16], ids=str)
 @pytest.mark.parametrize(
     "copied",
@@ -78,14 +79,14 @@ def test_loaded_state_has_the_dtype_of_the_cache_and_may_be_empty():
     ],
     ids=["made", "select", "snapshot", "repeat", "view"],
 )
-def test_loaded_cache_has_the_bits_of_the_saved_one(copied, dtype):
-    cache = KVSlots(B, HKV, WINDOW, D, chunk=CHUNK, dtype=dtype)
+def test_loaded_cache_has_the_bits_of_the_saved_one(copied, dtype, window):
+    cache = KVSlots(B, HKV, window, D, chunk=CHUNK, dtype=dtype)
     prompt = tokens(9)
     cache.fill(**prompt | {name: prompt[name].to(dtype) for name in ("key", "value")})
     cache = copied(cache)
     loaded = [saved_and_loaded(cache, weights_only=False)]
     if cache.rows is None:
-        loaded.append(KVSlots(cache.batch, HKV, WINDOW, D, chunk=CHUNK, dtype=dtype))
+        loaded.append(KVSlots(cache.batch, HKV, window, D, chunk=CHUNK, dtype=dtype))
         loaded[1].load_state_dict(saved_and_loaded(cache.state_dict(), weights_only=True))
     query, key, value = (torch.randn(cache.batch, 1, h, D, dtype=dtype) for h in (HQ, HKV, HKV))
     step = query, key, value, torch.randn(cache.batch, HKV, 1)

@@ -20,7 +20,9 @@ from flash_dmattn.integrations.transformers import (
     ScoreSchedule,
     add_learned_scores,
     budget_loss,
+    divergence,
     divide_budget,
+    freeze_all_but_scores,
     load_dms,
     load_scores,
     save_scores,
@@ -202,6 +204,21 @@ def budgets(*windows):
     return lambda: set_key_budgets(make_scored(), KeyBudgets(0.0, windows))
 
 
+def loss(mask):
+    def call():
+        model = make_scored().set_score_phase("soft")
+        model(make_ids(B, PROMPT) % VOCABULARY)
+        budget_loss(model, 0.4, mask=mask)
+
+    return call
+
+
+def adapted():
+    model = make_scored()
+    model.model.layers[0].self_attn.scorer.get_base_layer = id  # as in a layer of PEFT
+    return model
+
+
 CALLS_OF_SCORES = [
     ("^model: got a? ?LlamaConfig", lambda: add_learned_scores(make_base().config, keep_window_size=2)),
     ("with learned scores, expected one without", lambda: add_learned_scores(make_scored(), keep_window_size=3)),
@@ -233,6 +250,14 @@ CALLS_OF_SCORES = [
     ("^least: got 1.5, expected 0 to 1", divide(make_ids(B, 40), 15, least=1.5)),
     (r"^budgets: got caps for \[2\] heads of the layers, expected \[2, 2\]", budgets((1, 1))),
     (r"^budgets: got caps for \[1, 1\] heads of the layers, expected \[2, 2\]", budgets((1,), (1,))),
+    ("^caps: got int 3, expected a list of numbers for each layer", lambda: KeyBudgets(0.0, 3)),
+    ("^caps: got Tensor", lambda: KeyBudgets(0.0, torch.ones(2, 2))),
+    *((f"^texts: got {type(texts).__name__}, expected a list", divide(texts)) for texts in (None, {"input_ids": []})),
+    (r"^mask: got shape \(2, 1, 13\), expected \(2, 13\)", loss(torch.ones(B, 1, PROMPT))),
+    ("^mask: got list", loss([[1]])),
+    (r"^teacher: got shape \(1, 3, 5\), expected \(2, 3, 5\)", lambda: divergence(torch.ones(2, 3, 5), torch.ones(1, 3, 5))),
+    (r"^mask: got shape \(2, 1\), expected \(2, 3\)", lambda: divergence(*torch.ones(2, 2, 3, 5), torch.ones(2, 1))),
+    ("^model: got a LlamaForCausalLM without learned scores", lambda: freeze_all_but_scores(make_base())),
     # Checkpoints of DMS, and presses.
     ("^config.model_type: got 'qwen2'", dms(model_type="qwen2")),
     ("^config.dms_disable_eviction: got True", dms(dms_disable_eviction=True)),
@@ -244,8 +269,10 @@ CALLS_OF_SCORES = [
     ("^press: got dict, expected a ScorerPress", lambda: add_press(make_base(), {}, 4)),
     ("^press: got a DMSPress without threshold", lambda: add_press(make_base(), DMSPress())),
     ("^narrowing: got 2, expected a number from 0 to 1", lambda: ScoreSchedule(narrowing=2)),
+    ("^share: got 'half', expected a number", lambda: ScoreSchedule(share="half")),
     ("^share: got 0, expected a number from 1e-06 to 1", lambda: ScoreSchedule(share=0, by_ratio=True)),
     # Files.
+    ("^model: got a scorer in layer 0 that an adapter of PEFT changes", lambda: save_scores(adapted(), "unused")),
     *(("^folder: got int, expected a path", call) for call in (
         lambda: load_scores(make_base(), 3), lambda: save_scores(make_scored(), 3))),
 ]  # fmt: skip
@@ -272,6 +299,8 @@ BAD_FOLDERS = [  # words, what happens to a saved folder, the name that is loade
      write('{"layers": [0], "scorer": "hidden", "dense_prefill": false}'), ""),
     ("/learned_scores.json with .*line 1 column.*, expected JSON", write('{"layers": [0'), ""),
     ("/learned_scores.json with a list, expected an object", write("[]"), ""),
+    ("/learned_scores.safetensors with .*, expected safetensors",
+     lambda folder: (folder / "learned_scores.safetensors").write_bytes(b"1"), ""),
     (f"{NO_SETTINGS} and without learned_scores in.* of save_scores", remove("learned_scores.json"), ""),
     (f"{NO_SETTINGS}.* of save_scores", lambda folder: (folder / "empty").mkdir(), "empty"),
     (f", which is not a folder,{NO_SETTINGS}.* of save_scores", id, "missing"),

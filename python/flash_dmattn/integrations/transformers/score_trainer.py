@@ -33,6 +33,8 @@ class ScoreTrainer(Trainer):
         teacher: nn.Module | None = None,
         **kwargs,
     ):
+        if not isinstance(schedule, ScoreSchedule):
+            raise TypeError(f"schedule: got {type(schedule).__name__}, expected a ScoreSchedule")
         super().__init__(*args, **kwargs)
         self.schedule, self.distils, self.teacher = schedule, distils, teacher
         if teacher is not None:
@@ -64,6 +66,10 @@ class ScoreTrainer(Trainer):
         loss = outputs.loss
         if self.distils:
             loss = divergence(outputs.logits, expected, mask)
+        elif loss is None:
+            raise ValueError(
+                "train_dataset: got texts without labels, expected labels with distils=False"
+            )
         self._parts = {"own_loss": loss.item(), "hard": float(phase == "hard")}
         if phase == "soft" and torch.is_grad_enabled():
             target, sampled = self.schedule.target(progress), self.schedule.sampled

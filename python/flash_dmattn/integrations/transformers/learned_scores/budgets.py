@@ -17,6 +17,7 @@ from ....budgets import (
     collected_scores,
     divide_scores,
     evaluating,
+    listed_texts,
     loss_of_records,
     texts_of_one_length,
 )
@@ -49,10 +50,10 @@ def budget_loss(
         per_head: whether each head has this target. By default only the mean over all layers and heads has: few heads need many
             keys, and most need few.
         sampled: whether sampled gates count, each as open or closed, over all tokens, and each text has the target (DMS).
-        mask: bool [B, S], False for padding.
+        mask: bool [B, S], False for padding. The texts of a packed row count as one.
 
     Raises:
-        ValueError: late scores without `sampled`, or `sampled` with `per_head`.
+        ValueError: late scores without `sampled`, `sampled` with `per_head`, or a mask of another shape.
         RuntimeError: there was no forward in the phase "soft" with gradients since the last call.
     """
     layers = scored_layers(model)
@@ -96,7 +97,7 @@ def divide_budget(
         ValueError: no texts, a text shorter than length, or a budget that the rule's recent keys and sinks exceed.
         TypeError: texts that are no token ids.
     """
-    texts = texts_of_one_length(list(map(_token_ids, texts)), length)
+    texts = texts_of_one_length(list(map(_token_ids, listed_texts(texts))), length)
     layers, scores = scored_layers(model), []
     rule, bytes_of_channel = layers[0].scoring.rule, next(model.parameters()).element_size()
     budget = mean_keys, rule.recent_window, rule.sink_tokens

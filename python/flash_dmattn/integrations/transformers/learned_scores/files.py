@@ -9,7 +9,7 @@ from collections.abc import Iterable, Sequence
 from os import PathLike
 from pathlib import Path
 
-from safetensors import safe_open
+from safetensors import SafetensorError, safe_open
 from safetensors.torch import save
 from torch import Tensor, nn
 from transformers import PreTrainedModel
@@ -33,7 +33,7 @@ def save_scores(model: nn.Module, folder: str | Path) -> None:
     folder: gets learned_scores.safetensors (the parameters) and learned_scores.json (the rule, the kind of scorer, the
         layers, and the name of the base model).
 
-    Raises ValueError for a model without scores, and for offloaded scorers.
+    Raises ValueError for a model without scores, and for scorers that are offloaded or changed by an adapter of PEFT.
     """
     folder = _checked_folder(folder)
     layers = scored_layers(model)
@@ -181,6 +181,11 @@ def _states_of_layers(
 
 def _check_scorers_have_values(layers: list[nn.Module]) -> None:
     for layer in layers:
+        if any(hasattr(module, "get_base_layer") for module in _scorer_in_use(layer).modules()):
+            raise ValueError(
+                f"model: got a scorer in layer {layer.layer_idx} that an adapter of PEFT changes, expected parameters of its own: "
+                "call merge_and_unload before, or train it by modules_to_save=['scorer']"
+            )
         if is_offloaded(_scorer_in_use(layer)):
             raise ValueError(
                 f"model: got a scorer in layer {layer.layer_idx} that is offloaded, expected one with parameters: call load_scores "
@@ -232,11 +237,14 @@ def _tensors_by_layer(paths: Iterable[Path], separator: str) -> dict[str, dict[s
     """Returns tensors whose names have a separator, by what stands before it, and by what stands after it."""
     tensors = {}
     for path in paths:
-        with safe_open(path, "pt") as file:
-            for name in file.keys():
-                layer, separated, parameter = name.partition(separator)
-                if separated:
-                    tensors.setdefault(layer, {})[parameter] = file.get_tensor(name)
+        try:
+            with safe_open(path, "pt") as file:
+                for name in file.keys():
+                    layer, separated, parameter = name.partition(separator)
+                    if separated:
+                        tensors.setdefault(layer, {})[parameter] = file.get_tensor(name)
+        except SafetensorError as error:
+            raise ValueError(f"folder: got {path} with {error}, expected safetensors") from None
     return tensors
 
 

@@ -8,7 +8,9 @@ from dataclasses import dataclass
 import torch.nn.functional as F
 from torch import Tensor, nn
 
+from ...._core.numerics import check_number
 from ....budgets import check_phase
+from .add import scored_layers
 
 
 @dataclass(frozen=True)
@@ -40,6 +42,7 @@ class ScoreSchedule:
             "weight": (0, math.inf),
         }
         for name, (least, most) in ranges.items():
+            check_number(getattr(self, name), name)
             if not least <= (value := getattr(self, name)) <= most:
                 raise ValueError(
                     f"{name}: got {value!r}, expected a number from {least:g} to {most:g}"
@@ -59,7 +62,11 @@ class ScoreSchedule:
 
 
 def freeze_all_but_scores(model: nn.Module) -> list[nn.Parameter]:
-    """Makes the scores' parameters the only ones that require a gradient, and returns them."""
+    """Makes the scores' parameters the only ones that require a gradient, and returns them.
+
+    Raises ValueError for a model without scores.
+    """
+    scored_layers(model)
     for name, parameter in model.named_parameters():
         parameter.requires_grad_(".scorer." in name)
     return [parameter for parameter in model.parameters() if parameter.requires_grad]
@@ -68,8 +75,16 @@ def freeze_all_but_scores(model: nn.Module) -> list[nn.Parameter]:
 def divergence(student: Tensor, teacher: Tensor, mask: Tensor | None = None) -> Tensor:
     """Returns the mean KL(teacher, student) of the next token in nats.
 
-    student, teacher: logits [B, S, V]. mask: the tokens of the mean, [B, S]; None: all.
+    student, teacher: logits [B, S, V]. mask: the tokens of the mean, [B, S]; None: all. Raises ValueError for other shapes.
     """
+    if teacher.shape != student.shape:
+        raise ValueError(
+            f"teacher: got shape {tuple(teacher.shape)}, expected {tuple(student.shape)}, the student's"
+        )
+    if mask is not None and mask.shape != student.shape[:-1]:
+        raise ValueError(
+            f"mask: got shape {tuple(mask.shape)}, expected {tuple(student.shape[:-1])}"
+        )
     student, teacher = (logits.float().log_softmax(-1) for logits in (student, teacher))
     each = F.kl_div(student, teacher, reduction="none", log_target=True).sum(-1)
     return each.mean() if mask is None else (each * mask).sum() / mask.sum()
