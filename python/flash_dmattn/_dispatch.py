@@ -69,7 +69,9 @@ def attention(
         if bias is not None and bias.dim() == 4:
             bias = squeeze_query_dimension(bias)
         by_operator = backend not in IN_PYTHON
-        visible = select_visible(rule, scores, query, key, bias, visible, by_operator, memo)
+        visible = select_visible(
+            rule, scores, query, key, bias, visible, by_operator, memo, bias_delay
+        )
     elif scores is not None:
         check_scores_have_rule(given_scores, rule)
     return run_backend(query, key, value, bias, visible, numerics, backend, bias_delay, own_row)

@@ -215,7 +215,9 @@ def flash_dmattn_varlen_func(
     if scores is not None:
         scores = selection_scores_argument(scores, query, key)
     check_scores_have_rule(scores, rule)
-    intervals = _packed_intervals(rule, scores, query, key, bias, is_causal, offsets, max_seqlen_k)
+    intervals = _packed_intervals(
+        rule, scores, query, key, bias, is_causal, offsets, max_seqlen_k, bias_delay
+    )
     own_row = None
     if bias_delay and not same_offsets:
         own_row = KeyPositions.from_arguments(total_k, total_q, **offsets).own_row
@@ -237,6 +239,7 @@ def _packed_intervals(
     is_causal: bool,
     offsets: dict[str, Tensor],
     max_seqlen_k: int | None,
+    bias_delay: int,
 ) -> KeyIntervals:
     """Returns the intervals of packed sequences. query: [1, total_q, Hq, D]; key: [1, total_k, Hkv, D].
 
@@ -251,7 +254,7 @@ def _packed_intervals(
                 f"with total_k = {total_k}"
             )
         scores, mask = scores_and_mask(rule, own_scores, query, key, bias, None)
-        if own_scores is not None or not rule.has_room_for(total_k):
+        if own_scores is not None or bias_delay or not rule.has_room_for(total_k):
             key_mask = None if mask is None else mask[:, :, 0]
             rule.check_causality(is_causal)
             rule, scores, key_mask = with_common_heads(rule, query, key, scores, key_mask)

@@ -189,6 +189,7 @@ def select_visible(
     visible: Visible,
     by_operator: bool,
     memo: Memo | None = None,
+    bias_delay: int = 0,
 ) -> Visible:
     """Selects the best of the visible keys for every query.
 
@@ -196,6 +197,7 @@ def select_visible(
     bias: 3-d if it has one value per key.
     by_operator: whether the operator select_and_attend, of the library's backends, may make the selection.
     memo: results that the layers of one forward share, or None.
+    bias_delay: as in `flash_dmattn_func`.
 
     A mask with a query dimension is read, and becomes intervals if it is one of the usual masks. It cannot be read in
     compiled code or while a CUDA graph is captured. Then, and for any other mask, the result is a mask of its size.
@@ -213,8 +215,10 @@ def select_visible(
     if shown is None and not is_causal:
         rule.check_causality(is_causal)
     scores, mask = scores_and_mask(rule, own_scores, query, key, bias, visible.mask)
-    if queries == 0 or (own_scores is None and rule.has_room_for(key.shape[1])):
-        return visible  # a bias of NaN masks its key
+    if queries == 0:
+        return visible
+    if own_scores is None and not bias_delay and rule.has_room_for(key.shape[1]):
+        return visible  # a bias of NaN masks its key, but not before its delay
     is_dense = mask is not None and mask.shape[2] > 1
     if rule.selection == "per_query" and (shown is not None or is_dense):
         return _select_among(rule, scores, query, key, mask, visible, memo)

@@ -138,7 +138,7 @@ struct KeyTerms {
   std::int32_t biases_begin[block_keys];  // the first query for which key n's bias counts
   bool test_intervals;
   bool test_mask;
-  bool some_large;         // some bias of the keys is large
+  bool some_large;         // a term in `columns` is large
   int row_begin, row_end;  // rows outside of this range see none of the keys
 
   const float* columns_of(int row) const {
@@ -193,10 +193,12 @@ inline int column_heads(const Task& t) {
   return differ ? static_cast<int>(t.group) : 1;
 }
 
-// Where a term of a score is larger, the rounding of the score may be larger than 1 (score.h).
+// Where a term of a score is larger, the rounding of the score may be larger than 1 (score.h). A negative one, which has no
+// weight next to others, is only large if its sum with scale q . k, below 2^126, could overflow.
 inline constexpr float large_term = 0x1p24f;
+inline constexpr float lowest_term = -0x1p100f;
 inline Int is_large_term(Vec term) {
-  return (term > splat(large_term)) | ((term < splat(-large_term)) & (term > splat(-infinity)));
+  return (term > splat(large_term)) | ((term < splat(lowest_term)) & (term > splat(-infinity)));
 }
 
 // A bias as it enters a score. A masking bias becomes -inf; with saturation, +inf becomes the largest number.
@@ -265,11 +267,12 @@ inline void column_terms(const Task& t, const Tile& tile, const KeyBlock& block,
     float* delayed = terms.delayed_biases + std::int64_t{g} * block_keys;
     const bool with_bias = is_per_key(t.bias) && terms.bias_use != BiasUse::none;
     const std::int64_t bias = bias_at(t, tile, g, 0);
+    Int large{};
     for (int n = 0; n < block_keys; n += lanes) {
       Vec term{};
       if (with_bias) {
         term = bias_term(t, load_bias(t, bias, block, n));
-        terms.some_large = terms.some_large || any(is_large_term(term));
+        large |= is_large_term(term);
         if (terms.bias_use == BiasUse::some) {
           store(delayed + n, term);
           term = Vec{};
@@ -283,6 +286,10 @@ inline void column_terms(const Task& t, const Tile& tile, const KeyBlock& block,
       for (int n = 0; n < block.count; ++n) {
         if (mask[block.key(n) * t.mask.key] == 0) column[n] = -infinity;
       }
+    }
+    if (!any(large)) continue;
+    for (int n = 0; n < block_keys; n += lanes) {  // without those that are hidden now
+      terms.some_large = terms.some_large || any(is_large_term(load(column + n)));
     }
   }
 }

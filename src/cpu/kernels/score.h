@@ -99,7 +99,6 @@ inline bool write_row_terms(const Task& t, const Tile& tile, const KeyBlock& blo
       Vec term = load(column + n);
       if (is_dense(t.bias)) {
         term = term + bias_term(t, load_bias(t, bias_at(t, tile, group_head, query), block, n));
-        large |= is_large_term(term);
       }
       if (terms.bias_use == BiasUse::some) {
         term = term + (terms.counts(query, n) ? load(terms.delayed_biases_of(r) + n) : Vec{});
@@ -113,7 +112,9 @@ inline bool write_row_terms(const Task& t, const Tile& tile, const KeyBlock& blo
         const Int last = load_as<Int>(terms.last + n);
         visible &= (first <= position) & (position < last);
       }
-      store(to + n, visible ? term : splat(-infinity));
+      term = visible ? term : splat(-infinity);
+      large |= is_large_term(term);
+      store(to + n, term);
     }
   }
   return any(large);
@@ -165,11 +166,12 @@ inline StripScores make_scores(const Task& t, const Tile& tile, const KeyBlock& 
                                int columns, float* s, float* row_terms, float* slope,
                                bool* unknown) {
   StripScores scores{s, t.scale, &terms, row, nullptr, false};
-  bool large = terms.some_large || numbers != Numbers::ordinary ||
-               !(t.scale < 0x1p38f && t.scale > -0x1p38f);
+  bool large = numbers != Numbers::ordinary || !(t.scale < 0x1p38f && t.scale > -0x1p38f);
   if (has_row_terms(t, terms)) {
     large |= write_row_terms(t, tile, block, terms, row, rows, columns, row_terms);
     scores.row_terms = row_terms;
+  } else {
+    large |= terms.some_large;
   }
   if (unknown != nullptr && large) find_unknown(scores, numbers, rows, columns, unknown);
   if (t.softcap > 0) {

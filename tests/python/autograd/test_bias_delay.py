@@ -120,6 +120,17 @@ def test_varlen_with_equal_lengths_is_one_kernel():
     torch.testing.assert_close(*results)
 
 
+@pytest.mark.parametrize("window", [4, 5])
+def test_score_of_nan_hides_its_key_before_the_delay_under_any_window(window):
+    q, k = torch.randn(2, 5, 1, 8)
+    v, scores, offsets = torch.eye(5, 8)[:, None], torch.randn(5, 1), torch.tensor([0, 5]).int()
+    scores[2] = float("nan")
+    options = {"bias_delay": 2, "keep_window_size": window, "is_causal": True}
+    one = flash_dmattn_func(q[None], k[None], v[None], attn_bias=scores.T[None], **options)
+    packed = flash_dmattn_varlen_func(q, k, v, offsets, offsets, attn_bias=scores, **options)
+    assert not one[..., 2].any() and not packed[..., 2].any()
+
+
 def test_varlen_with_a_delayed_bias_equals_single_sequences():
     torch.manual_seed(1)
     lengths_q, lengths_k = [9, 0, 14], [13, 4, 14]

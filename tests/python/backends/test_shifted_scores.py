@@ -56,7 +56,16 @@ def attend(problem, backend):
     leaves = [t.detach().requires_grad_() for t in (moved.q, moved.k, moved.v, moved.bias)]
     backward = backend != "flex" or ON_GPU
     with torch.set_grad_enabled(backward):
-        out, lse = call(*leaves[:3], attn_bias=leaves[3], is_causal=True, return_lse=backward), None
+        out, lse = (
+            call(
+                *leaves[:3],
+                attn_bias=leaves[3],
+                attn_mask=moved.mask,
+                is_causal=True,
+                return_lse=backward,
+            ),
+            None,
+        )
         if backward:
             out, lse = out
     gradients = torch.autograd.grad(out, leaves, moved.dout) if backward else (None,) * 4
@@ -117,6 +126,20 @@ def test_number_added_to_all_scores_leaves_results_finite(backend, dtype, form):
     assert_within(attend(far, backend), far)
     for shift in (2**24, 1e30):
         assert_finite(attend(replace(problem, bias=problem.bias + shift), backend))
+
+
+@pytest.mark.parametrize("form", FORMS)
+def test_far_scores_of_hidden_keys_and_fills_leave_errors_on_a_cpu(form):
+    problem = make_problem(form, FLOAT, "cpu")
+    problem.mask = torch.ones(1, 1, 1, problem.k.shape[1], dtype=torch.bool)
+    problem.mask[..., 5:9] = False
+    before = errors_of(attend(problem, "cpu"), attention(problem))
+    for far in (1e9, -1e9):  # which masks nothing
+        bias = problem.bias + 1e5
+        bias[..., 5:9] = far
+        bias[..., 10:12] = -1e9  # without weight
+        shifted = replace(problem, bias=bias)
+        assert_errors(errors_of(attend(shifted, "cpu"), attention(shifted)), before, 2)
 
 
 @pytest.mark.parametrize("backend, dtype, form", CALLS)

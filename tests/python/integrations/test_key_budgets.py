@@ -244,6 +244,13 @@ def test_budgets_are_saved_with_the_scores(tmp_path):
         load_scores(make_base(), tmp_path)
 
 
+@pytest.mark.parametrize("windows", [[[4, 4], 5], [5, [4, 4]]], ids=str)
+def test_rules_of_numbers_and_lists_come_back_from_the_config(windows):
+    model = add_learned_scores(make_base(), windows, recent_window=2)
+    stored = LearnedScores.from_config(model.config)
+    assert list(stored.rules) == [layer.scoring.rule for layer in scored_layers(model)]
+
+
 def test_division_leaves_phase_rules_and_modes_as_they_were():
     model, ids, seen = make_scored().train(), make_ids(LENGTH), []
     model.model.layers[0].eval()

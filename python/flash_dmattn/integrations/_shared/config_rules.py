@@ -29,7 +29,7 @@ class LearnedScores(NamedTuple):
         arguments = self.rules[0]._asdict()
         del arguments["selection"]
         if any(rule != self.rules[0] for rule in self.rules):
-            arguments["keep_window_size"] = [rule.windows() for rule in self.rules]
+            arguments["keep_window_size"] = [rule.keep_window_size for rule in self.rules]
         return arguments
 
     def as_dict(self) -> dict:
