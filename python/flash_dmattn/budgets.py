@@ -16,7 +16,7 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor, nn
 
-from ._core.checks import check_count, check_tensor, resolve_flag
+from ._core.checks import check_count, check_shape, check_tensor, resolve_flag
 from ._core.numerics import check_number
 from .keys.rule import SelectionRule
 
@@ -216,10 +216,7 @@ def is_sink(scores: Tensor, sink_tokens: int, mask: Tensor | None) -> Tensor:
 def _present(scores: Tensor, mask: Tensor | None) -> Tensor:
     if mask is None:
         return torch.ones_like(scores[:, 0], dtype=torch.bool)
-    check_tensor(mask, "mask")
-    shape = scores.shape[0], scores.shape[2]
-    if mask.shape != shape:
-        raise ValueError(f"mask: got shape {tuple(mask.shape)}, expected {tuple(shape)}, [B, S]")
+    check_shape(mask, "mask", scores[:, 0].shape)
     return mask.bool()
 
 
@@ -276,7 +273,7 @@ def listed_texts(texts: object) -> list:
     return list(texts)
 
 
-def texts_of_one_length(texts: Sequence[Tensor], length: int | None) -> list[Tensor]:
+def texts_of_one_length(texts: Iterable[Tensor], length: int | None) -> list[Tensor]:
     """Returns the first `length` tokens of texts [1, S, ...], by default as many as the shortest has."""
     texts = listed_texts(texts)
     if not texts:

@@ -14,6 +14,7 @@ from ._core.checks import (
     check_floating,
     check_head_dim,
     check_positions,
+    check_shape,
     check_tensor,
     resolve_flag,
 )
@@ -441,9 +442,7 @@ def _bits_of_rule(rule: SelectionRule, heads: int) -> Tensor:
 
 
 def _rule_of_bits(bits: Tensor, name: str, heads: int) -> SelectionRule | None:
-    check_tensor(bits, name)
-    if bits.shape != (5 + heads, 64):
-        raise ValueError(f"{name}: got shape {tuple(bits.shape)}, expected {(5 + heads, 64)}")
+    check_shape(bits, name, (5 + heads, 64))
     values = bits.to("cpu", torch.float64)
     if not values.any():  # of a layer without a budget
         return None

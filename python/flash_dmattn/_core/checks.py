@@ -138,6 +138,12 @@ def check_tensor(value: object, name: str) -> None:
         )
 
 
+def check_shape(value: object, name: str, shape: Sequence[int]) -> None:
+    check_tensor(value, name)
+    if value.shape != tuple(shape):
+        raise ValueError(f"{name}: got shape {tuple(value.shape)}, expected {tuple(shape)}")
+
+
 def check_tensors(**tensors: object) -> None:
     for name, tensor in tensors.items():
         check_tensor(tensor, name)

@@ -7,7 +7,7 @@ from collections.abc import Iterable
 import torch
 from torch import Tensor
 
-from .checks import check_count, check_on_device, check_tensor, refuse_transforms
+from .checks import check_count, check_on_device, check_shape, check_tensor, refuse_transforms
 
 # The limit on a GPU, most_unequal_heads in src/common/kv_cache/head_slots.h.
 _MOST_HEAD_WINDOWS = 128
@@ -22,9 +22,7 @@ def check_like(
     device: torch.device,
     of: str = "",
 ) -> None:
-    check_tensor(tensor, name)
-    if tensor.shape != shape:
-        raise ValueError(f"{name}: got shape {tuple(tensor.shape)}, expected {shape}")
+    check_shape(tensor, name, shape)
     check_dtype_and_device(tensor, name, dtype, device, of)
 
 

@@ -15,6 +15,7 @@ from .._core.checks import (
     NUMBERS,
     check_count,
     check_integer,
+    check_shape,
     check_tensor,
     refuse_all_transforms,
 )
@@ -253,9 +254,8 @@ def _check_batch(tensors: Mapping[str, Tensor | None], multiple: int, pad_token_
         raise ValueError("multiple: got 0, expected 1 or more")
     check_count(pad_token_id, "pad_token_id")
     for name in ("labels", "attention_mask"):
-        tensor = tensors[name]
-        if tensor is not None and tensor.shape != shape:
-            raise ValueError(f"{name}: got shape {tuple(tensor.shape)}, expected {tuple(shape)}")
+        if tensors[name] is not None:
+            check_shape(tensors[name], name, shape)
     for name in ("input_ids", "labels"):
         tensor = tensors[name]
         if tensor is not None and tensor.dtype not in (torch.int32, torch.int64):

@@ -6,7 +6,14 @@ import torch
 from torch import Tensor
 
 from .._core import finite, ops
-from .._core.checks import check_count, check_flag, check_tensor, check_tensors, resolve_flag
+from .._core.checks import (
+    check_count,
+    check_flag,
+    check_shape,
+    check_tensor,
+    check_tensors,
+    resolve_flag,
+)
 from .._core.kv_checks import (
     as_row_indices,
     check_chunk,
@@ -107,9 +114,7 @@ class KVSlots(HeldKeys):
         if key_mask is not None:
             check_mask(key_mask, (self.batch, length), self.k.device)
         if intervals is None:
-            expected = (self.batch, self.heads_kv, length)
-            if tuple(scores.shape) != expected:
-                raise ValueError(f"scores: got shape {tuple(scores.shape)}, expected {expected}")
+            check_shape(scores, "scores", (self.batch, self.heads_kv, length))
             last_query = {}
             if lengths is not None:
                 ends = lengths.clamp(0, length)  # as the kernels clamp them

@@ -5,7 +5,7 @@ from __future__ import annotations
 import torch
 from torch import Tensor
 
-from .._core.checks import check_tensor, may_read
+from .._core.checks import check_shape, check_tensor, may_read
 from .._core.kv_checks import as_row_indices
 from .slot_memory import SlotMemory
 
@@ -64,8 +64,7 @@ class HeldKeys(SlotMemory):
             competes sooner than two tokens after itself.
         """
         self._refuse_rows()
-        if tuple(scores.shape) != (expected := (self.batch, self.heads_kv)):
-            raise ValueError(f"scores: got shape {tuple(scores.shape)}, expected {expected}")
+        check_shape(scores, "scores", (self.batch, self.heads_kv))
         if self.rule.delay() < 2:
             raise ValueError(
                 f"recent_window: got {self.rule.recent_window} with recent_competes={self.rule.recent_competes}, expected 2 or more "

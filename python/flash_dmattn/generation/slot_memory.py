@@ -204,9 +204,10 @@ class SlotMemory:
         return batch, sum(self.rule.places_of_heads(heads)) + heads * chunk
 
     def _check_slots(self, pending: int) -> None:
-        heads = 1 if self._has_equal_heads else self.heads_kv
-        places = self.places if heads == 1 else sum(self.rule.places_of_heads(heads))
-        check_slots(places, pending, self.k.shape[-2], heads)
+        places = self.rule.places_of_heads(self.heads_kv)
+        if self._has_equal_heads:  # the slots of a head have a dimension of their own
+            places = places[:1]
+        check_slots(sum(places), pending, self.k.shape[-2], len(places))
 
     def _head_ranges(self) -> list[tuple[int, int]]:
         """Returns where the slots of each head begin, and those of its pending tokens, among all slots of a row."""

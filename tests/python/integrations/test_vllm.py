@@ -190,9 +190,8 @@ def test_learned_scores_equal_generate(tmp_path, family, scorer, saved):
     torch.manual_seed(9)
     model = make_scored(family, scorer=scorer)
     texts = torch.tensor(prompts_of((80,) * 6, VOCABULARY))
-    least = (
-        0.25 if scorer == "hidden" else 1
-    )  # states of layers differ in their sizes, or lists have equal numbers
+    # The states of layers differ in their sizes, or the heads of a layer have lists of equal numbers.
+    least = 0.25 if scorer == "hidden" else 1
     set_key_budgets(model, divide_budget(model, texts, mean_keys=24, least=least, progress=False))
     (make_base(family) if "beside" in saved else model).save_pretrained(tmp_path)
     if saved != "by save_pretrained":

@@ -97,7 +97,7 @@ def divide_budget(
         ValueError: no texts, a text shorter than length, or a budget that the rule's recent keys and sinks exceed.
         TypeError: texts that are no token ids.
     """
-    texts = texts_of_one_length(list(map(_token_ids, listed_texts(texts))), length)
+    texts = texts_of_one_length(map(_token_ids, listed_texts(texts)), length)
     layers, scores = scored_layers(model), []
     rule, bytes_of_channel = layers[0].scoring.rule, next(model.parameters()).element_size()
     budget = mean_keys, rule.recent_window, rule.sink_tokens

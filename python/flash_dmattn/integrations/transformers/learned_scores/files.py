@@ -37,7 +37,7 @@ def save_scores(model: nn.Module, folder: str | Path) -> None:
     """
     folder = _checked_folder(folder)
     layers = scored_layers(model)
-    _check_scorers_have_values(layers)
+    _check_scorers(layers)
     tensors = {}
     for key, layer in zip(_keys([layer.layer_idx for layer in layers]), layers, strict=True):
         for name, tensor in _scorer_in_use(layer).state_dict().items():
@@ -156,7 +156,7 @@ def _states_of_layers(
 
     Raises ValueError if the layers or their parameters' shapes differ, or if scorers are offloaded.
     """
-    _check_scorers_have_values(layers)
+    _check_scorers(layers)
     layer_indices = tuple(layer.layer_idx for layer in layers)
     if layer_indices != stored:
         raise ValueError(
@@ -179,14 +179,15 @@ def _states_of_layers(
     return states
 
 
-def _check_scorers_have_values(layers: list[nn.Module]) -> None:
+def _check_scorers(layers: list[nn.Module]) -> None:
     for layer in layers:
-        if any(hasattr(module, "get_base_layer") for module in _scorer_in_use(layer).modules()):
+        scorer = _scorer_in_use(layer)
+        if any(hasattr(module, "get_base_layer") for module in scorer.modules()):
             raise ValueError(
                 f"model: got a scorer in layer {layer.layer_idx} that an adapter of PEFT changes, expected parameters of its own: "
                 "call merge_and_unload before, or train it by modules_to_save=['scorer']"
             )
-        if is_offloaded(_scorer_in_use(layer)):
+        if is_offloaded(scorer):
             raise ValueError(
                 f"model: got a scorer in layer {layer.layer_idx} that is offloaded, expected one with parameters: call load_scores "
                 "after the base model is offloaded, or before the scored model is"

@@ -8,6 +8,7 @@ from dataclasses import dataclass
 import torch.nn.functional as F
 from torch import Tensor, nn
 
+from ...._core.checks import check_shape
 from ...._core.numerics import check_number
 from ....budgets import check_phase
 from .add import scored_layers
@@ -77,14 +78,9 @@ def divergence(student: Tensor, teacher: Tensor, mask: Tensor | None = None) -> 
 
     student, teacher: logits [B, S, V]. mask: the tokens of the mean, [B, S]; None: all. Raises ValueError for other shapes.
     """
-    if teacher.shape != student.shape:
-        raise ValueError(
-            f"teacher: got shape {tuple(teacher.shape)}, expected {tuple(student.shape)}, the student's"
-        )
-    if mask is not None and mask.shape != student.shape[:-1]:
-        raise ValueError(
-            f"mask: got shape {tuple(mask.shape)}, expected {tuple(student.shape[:-1])}"
-        )
+    check_shape(teacher, "teacher", student.shape)
+    if mask is not None:
+        check_shape(mask, "mask", student.shape[:-1])
     student, teacher = (logits.float().log_softmax(-1) for logits in (student, teacher))
     each = F.kl_div(student, teacher, reduction="none", log_target=True).sum(-1)
     return each.mean() if mask is None else (each * mask).sum() / mask.sum()
